@@ -33,6 +33,8 @@ class TrainingStatus:
         loss: of the step, as the script has reported it; None: it has reported none, or no finite number.
         has_diverged: the script has reported a loss that is no finite number.
         recovery: the newest one that the writer knows of.
+        copy_lag: by how many steps the oldest copy of a worker's state in another worker's memory is behind; None:
+            there are no copies.
     """
 
     generation: int
@@ -43,6 +45,7 @@ class TrainingStatus:
     loss: float | None = None
     has_diverged: bool = False
     recovery: LastRecovery | None = None
+    copy_lag: int | None = None
 
 
 def speeds_of(profile: str) -> dict[str, float]:

@@ -17,7 +17,7 @@ from elaunch.workers import exact_sum
 from elaunch.workers.comm.group import Group
 from elaunch.workers.exact_sum import ExactSum
 
-_FIXED = struct.Struct("<14Q")
+_FIXED = struct.Struct("<16Q")
 _NOTE = struct.Struct("<II")
 _WORD = (1 << 64) - 1
 
@@ -38,6 +38,7 @@ class StepRecord:
         settings: digest of the settings that must be the same on all members.
         effects: digest of the calls of `step` that have taken effect since the commit before, on whoever made that one.
         native: numbers of the generations whose native group the members have open; 0: of none.
+        copied: numbers of steps of which others have the whole state in memory, of members whose state has copies.
         stops: number of members whose script has asked to end the job after this step.
         logged: so many steps stand in the event log, as far as the members know.
         coverage: digest of what was computed (`coverage_of`), to be compared with that of the whole step.
@@ -52,6 +53,7 @@ class StepRecord:
     settings: Span = (0, 0)
     effects: Span = UNSAID
     native: Span = (0, 0)
+    copied: Span = UNSAID
     stops: int = 0
     logged: int = 0
     coverage: int = 0
@@ -67,7 +69,7 @@ class StepRecord:
 
     def pack(self) -> bytes:
         """Returns the record in the format of the wire: fixed fields, both sums, notes."""
-        spans = (*self.generation, *self.step, *self.settings, *self.effects, *self.native)
+        spans = (*self.generation, *self.step, *self.settings, *self.effects, *self.native, *self.copied)
         fixed = _FIXED.pack(*spans, self.stops, self.logged, self.coverage, self.samples)
         notes = (part for rank, note in self.notes.items() for part in (_NOTE.pack(rank, len(note)), note))
         return b"".join((fixed, self.loss.pack(), self.squares.pack(), *notes))
@@ -76,7 +78,7 @@ class StepRecord:
     def unpack(cls, packed: bytes) -> StepRecord:
         """Returns the record that `pack` wrote."""
         *ends, stops, logged, coverage, samples = _FIXED.unpack_from(packed)
-        generation, step, settings, effects, native = zip(ends[::2], ends[1::2], strict=True)
+        generation, step, settings, effects, native, copied = zip(ends[::2], ends[1::2], strict=True)
         at = _FIXED.size
         loss, squares = (ExactSum.unpack(packed[start : start + exact_sum.N_BYTES]) for start in _starts(at))
         at += 2 * exact_sum.N_BYTES
@@ -85,7 +87,7 @@ class StepRecord:
             rank, length = _NOTE.unpack_from(packed, at)
             at += _NOTE.size + length
             notes[rank] = packed[at - length : at]
-        spans = (generation, step, settings, effects, native)
+        spans = (generation, step, settings, effects, native, copied)
         return cls(*spans, stops, logged, coverage, samples, loss, squares, notes)
 
     @classmethod
@@ -99,6 +101,7 @@ class StepRecord:
             span_of(record.settings for record in records),
             span_of(record.effects for record in records),
             span_of(record.native for record in records),
+            span_of(record.copied for record in records),
             sum(record.stops for record in records),
             max(record.logged for record in records),
             sum(record.coverage for record in records) & _WORD,

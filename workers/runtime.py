@@ -30,7 +30,7 @@ from elaunch.policy.collectives import uses_native
 from elaunch.rendezvous.membership import Generation
 from elaunch.wire import Abandoned, Finished, Leaving, Report
 from elaunch.workers import agent_client, barrier, heartbeat
-from elaunch.workers.barrier import StepRecord
+from elaunch.workers.barrier import UNSAID, StepRecord
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.link import NEVER
@@ -263,17 +263,21 @@ class Member(Planned):
         except (StepInterrupted, RuntimeError) as error:
             self.agree(self.torch_groups.works.interruption(error))
 
-    def commit(self, note: bytes = b"") -> list[bytes]:
+    def commit(self, note: bytes = b"", copied: int | None = None) -> list[bytes]:
         """Passes the commit barrier of the step in flight; returns what each member noted, in their order.
 
         From its call on this worker has complete gradients. When it returns the step has committed on all members: the
         update must follow, whatever happens.
 
+        Args:
+            note: bytes for all members.
+            copied: number of steps of which other workers have in memory all that this one alone has; None: of none.
+
         Raises:
             StepInterrupted: not all have come to the barrier.
         """
         step = self._hooks.step
-        self.pass_barrier(StepRecord.at(step), note)
+        self.pass_barrier(StepRecord.at(step, copied=UNSAID if copied is None else (copied, copied)), note)
         heartbeat.committed(step + 1)
         return self._notes.of_frameworks(self.size)
 
@@ -308,6 +312,7 @@ class Member(Planned):
         whole = barrier.reduce(self.group, brought)
         self._hooks.entered = False
         self._reports.hear(whole.logged)
+        self._reports.copied = whole.copied[0] if whole.copied != UNSAID else None
         if self.native.passed(whole.native) and self.rank == 0:
             opened = {"backend": self.native.backend, "opened_s": round(self.native.opened_s, 6)}
             self.send("collectives", {"step": record.step[0] + 1, **opened})

@@ -140,9 +140,15 @@ def _training_lines(status: TrainingStatus, now_t: float) -> list[str]:
     elif status.loss is not None:
         parts.append(f"loss {status.loss:.6g}")
     lines = [", ".join(parts)]
+    if status.copy_lag:
+        lines.append(f"copies of the state: {_steps(status.copy_lag)} behind")
     if (last := status.recovery) is not None:
         lines.append(f"last recovery {ago_text(now_t - last.t)} ago, in {last.seconds:.3g} s: {last.cause}")
     return lines
+
+
+def _steps(number: int) -> str:
+    return f"{number:,} step{'' if number == 1 else 's'}"
 
 
 def ago_text(seconds: float) -> str:

@@ -69,6 +69,8 @@ def _training(training: Mapping[str, Any], ages: Mapping[str, str], options: Con
         line.append("   the loss is not a finite number", "bold red")
     elif training["loss"] is not None:
         line.append(f"   loss {training['loss']:.6g}")
+    if training["copy_lag"]:
+        line.append(f"   copies of the state {_plural(training['copy_lag'], 'step')} behind", "yellow")
     recovery = training["recovery"]
     if recovery is None:
         return [line]

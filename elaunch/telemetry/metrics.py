@@ -120,6 +120,11 @@ def _steps(make: _Families, tally: Tally, view: NodeView) -> Iterator[Metric]:
         "elaunch_step_commit_timestamp_seconds", "Unix time of its commit.", {(): newest[1]} if newest else {}
     )
     yield make.gauge("elaunch_loss", "Its loss, if the script reports one.", {} if loss is None else {(): loss})
+    yield make.gauge(
+        "elaunch_copy_lag_steps",
+        "By how many steps the oldest copy of a worker's state in another one's memory was behind it.",
+        {} if steps.copy_lag is None else {(): steps.copy_lag},
+    )
     yield make.histogram("elaunch_checkpoint_duration_seconds", "What checkpoints took.", {(): tally.saves})
     yield make.counter("elaunch_checkpoint_bytes_total", "Bytes of tensors in checkpoints.", {(): tally.saved_bytes})
     lag: dict[tuple[str, ...], float] = {}

@@ -70,6 +70,7 @@ class StepTally:
         durations: from commit to commit.
         newest: number and Unix time of the commit of the newest step; None before one.
         loss: of that step; None: it has none.
+        copy_lag: by how many steps copies of the state in memory were behind it; None: there were none.
     """
 
     count: int = 0
@@ -78,6 +79,7 @@ class StepTally:
     durations: Distribution = field(default_factory=Distribution)
     newest: tuple[int, float] | None = None
     loss: float | None = None
+    copy_lag: int | None = None
     _open: tuple[int, float] | None = None  # generation and seconds of a step whose transition may still be told
 
     def take(self, event: Event) -> None:
@@ -90,6 +92,7 @@ class StepTally:
         self._open = (count(event.get("generation")), took_s)
         self.newest = (count(event.get("step")), seconds(event.get("t")))
         self.loss = number(event.get("loss"))
+        self.copy_lag = count(event["copy_lag"]) if event.get("copy_lag") is not None else None
 
     def take_transition(self, event: Event) -> None:
         """Counts what a transition took as none of the time of the step that ended it, which is told before it.

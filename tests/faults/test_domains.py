@@ -63,6 +63,8 @@ def test_a_model_in_layers_survives_the_loss_of_a_domain(etcd: EmbeddedEtcd, spa
     found, samples, ended = expected
     assert losses(nodes) == found, "bit by bit"
     assert digests(nodes) == samples
+    lags = {event["step"]: event["copy_lag"] for node in nodes for event in node.events("step")}
+    assert lags[13] == 0, "the two that are left keep copies of each other's state again"
     assert {name: value for node in right for name, value in hybrid.weights(node).items()} == ended
 
 

@@ -61,7 +61,8 @@ class Pods:
         args = self._container["args"]
         assert args[-1] == "train.py"
         words = [*self._container["command"], *args[:-1], str(SCRIPT), str(self._folder / "end"), "0.05"]
-        values = {"status.podIP": self._net.address(name)}
+        zone = "metadata.labels['topology.kubernetes.io/zone']"
+        values = {"status.podIP": self._net.address(name), zone: f"zone-{NAMES.index(name) % 2}"}
         given = {
             one["name"]: one.get("value") or values[one["valueFrom"]["fieldRef"]["fieldPath"]]
             for one in self._container["env"]
@@ -136,7 +137,7 @@ def test_pods_are_evicted_lost_and_replaced_while_the_job_goes_on(spawn: Spawner
             pods.start(name)
         members = pods.wait_for_members(None)
         (spare,) = set(NAMES) - members
-        assert pods.running[spare].wait_for_text("this node waits as a spare", LIMIT_S)
+        assert pods.running[spare].wait_for_text("this node is a spare", LIMIT_S)
         for name in NAMES:
             assert pods.first(name).name() == "elaunch"
             assert pods.metrics(name) == 200
@@ -149,7 +150,7 @@ def test_pods_are_evicted_lost_and_replaced_while_the_job_goes_on(spawn: Spawner
 
         # The Job controller makes another pod of that index, which is the spare now.
         again = pods.start(evicted)
-        assert again.wait_for_text("this node waits as a spare", LIMIT_S)
+        assert again.wait_for_text("this node is a spare", LIMIT_S)
 
         lost = sorted(members - {"train-0"})[0]
         pods.first(lost).kill()  # as after the grace period, or with its machine: the kernel ends all of the pod

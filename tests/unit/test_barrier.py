@@ -75,6 +75,7 @@ def record(rank: int, note: bytes = b"") -> StepRecord:
         (99, 99),
         UNSAID if rank == 1 else (rank, rank),
         (40 + rank, 40 + rank),
+        UNSAID if rank == 2 else (7 - rank % 3, 7 - rank % 3),
         rank % 2,
         3 * rank,
         coverage_of(range(3 * rank, 3 * rank + 3)),

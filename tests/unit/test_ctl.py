@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -342,6 +343,7 @@ class TestHowFarTheTrainingIs:
                     "seconds": 0.9628,
                     "phases": PHASES,
                 },
+                "copy_lag": None,
             },
             "slow": {"a/0": 2.0},
             "nodes": [{"node": "a", "host": "a", "remark": ""}, {"node": "b", "host": "b", "remark": ""}],
@@ -391,6 +393,11 @@ class TestStatus:
         values = as_values(found, "x", "h:1", NOW_T)
         assert values["spares"] == {"wanted": 2, "nodes": ["c", "d"], "ready": ["c"]}
         assert [one["remark"] for one in values["nodes"]] == ["", "", "spare, ready", "spare, starts", "waits"]
+
+    def test_copies_that_are_behind_are_told(self) -> None:
+        told = [describe(replace(TRAINING, status=replace(STATUS, copy_lag=lag)), NOW_T) for lag in (None, 0, 1, 12)]
+        found = [re.findall("copies of the state: (.*)", one) for one in told]
+        assert found == [[], [], ["1 step behind"], ["12 steps behind"]]
 
     def test_who_does_not_reach_whom_is_told(self) -> None:
         cut = changed_report(A, cut=(Cut("b", "host-b"), Cut("c", "host-c")))

@@ -29,7 +29,7 @@ def exported() -> dict[str, set[str]]:
     tally = tallied()
     for event in ({"kind": "health", "verdict": "drain"}, {"kind": "checkpoint", "seconds": 1.0}, step(9, 0.5)):
         tally.take(event)
-    tally.steps.loss = 0.5
+    tally.steps.loss, tally.steps.copy_lag = 0.5, 1
     found: dict[str, set[str]] = {}
     for family in metrics_of("run-17", "node0", tally, NodeView(saved=1, profile=SLOW), times):
         for one in family.samples:

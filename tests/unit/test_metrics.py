@@ -146,6 +146,21 @@ def test_the_state_of_a_node_is_shown_with_its_slow_workers_and_what_no_checkpoi
     assert view_of(NodeDoc("b", "127.0.0.1", 3), generation, SLOW).profile == ""
 
 
+def test_how_far_copies_in_memory_are_behind_is_that_of_the_newest_step() -> None:
+    assert "elaunch_copy_lag_steps" not in samples(tallied(step(1, 0.5)))
+    events = [step(number, 0.5) | {"copy_lag": lag} for number, lag in enumerate((1, 2, 0))]
+    assert [samples(tallied(*events[:n]))["elaunch_copy_lag_steps"] for n in (1, 2, 3)] == [1, 2, 0]
+    assert samples(tallied(step(1, 0.5) | {"copy_lag": "x"}))["elaunch_copy_lag_steps"] == 0
+
+
+def test_a_node_that_is_held_ready_says_so_and_all_know_how_many_are() -> None:
+    generation = Generation(5, GenerationStage.TRAIN, workers=(Worker("a/0#0", "a", 0),))
+    views = [view_of(NodeDoc(name, "127.0.0.1", 1), generation, "", ("d", "e")) for name in "ad"]
+    found = [samples(Tally(), view) for view in views]
+    assert [one["elaunch_spare_nodes"] for one in found] == [2, 2]
+    assert [one["elaunch_node_spare"] for one in found] == [0, 1]
+
+
 def test_requests_to_the_store_are_timed_and_failures_are_counted_apart() -> None:
     times, memory = StoreTimes(), MemoryStore()
     store = TimedStore(memory, times)

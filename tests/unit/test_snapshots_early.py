@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elaunch.plan import symmetric
-from elaunch.workers.layers import executor, snapshots
+from elaunch.workers.layers import executor, parts, snapshots
 from elaunch.workers.state.staging import begun_to_host
 from tests.unit.engine_crew import train
 from tests.unit.late_copies import LateCopies
@@ -83,3 +83,21 @@ def test_what_a_dropped_step_had_begun_to_send_is_forgotten() -> None:
         copies._given = dict.fromkeys(copies._own.shards)
         engine.drop()
         assert (copies._unsent, copies._given, copies._leaving) == ({}, {}, [])
+
+
+def test_copies_that_are_made_in_several_steps_are_behind_until_they_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[int, list[int]] = {}
+    copied = parts.WorkerPart.copied
+
+    def noting(self: Any, step: int) -> Any:
+        span = copied(self, step)
+        told.setdefault(threading.get_ident(), []).append(step + 1 - span[0])
+        return span
+
+    monkeypatch.setattr(snapshots, "BATCH_BYTES", 20_000)
+    monkeypatch.setattr(parts.WorkerPart, "copied", noting)
+    train(symmetric(W[:2], 4, 12, 2, pp=2), 5, snapshots=1)
+    for lags in told.values():
+        whole = lags.index(0)
+        assert lags == [*range(1, whole + 1), *[0] * (5 - whole)]
+        assert 1 <= whole < 5, "a copy takes some steps, and then follows"

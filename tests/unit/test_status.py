@@ -54,6 +54,13 @@ def test_the_last_step_is_shown_at_once_and_then_every_few_seconds(board: Status
     assert board.due(100.0) is None, "nothing is new"
 
 
+def test_it_shows_how_far_copies_of_the_state_are_behind(board: StatusBoard) -> None:
+    board.take(Report("step", step(0).fields | {"copy_lag": 3}), 10.0)
+    assert newest(board).copy_lag == 3
+    board.take(step(1), 10.0)
+    assert newest(board).copy_lag is None, "there are none"
+
+
 def test_the_rate_is_that_of_the_last_steps(board: StatusBoard) -> None:
     board.take(step(0, seconds=1000.0), 10.0)
     for number in range(1, STEPS + 1):

@@ -244,7 +244,16 @@ def test_whatever_an_event_holds_the_page_can_be_drawn(
 def test_documents_of_a_running_job_make_events_where_they_change() -> None:
     worker = {"rank": 0, "worker": "n/0#0", "state": "member", "address": "", "times_as_long": 2.0}
     other = worker | {"rank": None, "worker": "n/1#1", "state": "ready", "times_as_long": 1.0}
-    training = {"generation": 3, "step": 40, "t": 9.0, "members": 1, "steps_per_s": 4.0, "loss": 1.5, "recovery": None}
+    training = {
+        "generation": 3,
+        "step": 40,
+        "t": 9.0,
+        "members": 1,
+        "steps_per_s": 4.0,
+        "loss": 1.5,
+        "recovery": None,
+        "copy_lag": 2,
+    }
     now: Document = {
         "state": "training",
         "message": None,
@@ -265,6 +274,7 @@ def test_documents_of_a_running_job_make_events_where_they_change() -> None:
     document: Document = json.loads(encoded(history.document() | beside_events(later, "trains")))
     assert [one["cause"] for one in document["changes"]] == ["start", "n/2#0 was lost"]
     assert document["changes"][1]["recovery"]["phases"] == {"detect": 0.1, "resume": 0.4}
+    assert document["copy_lag"] == 2
     assert [point[0] for point in document["steps"]["points"]] == [40, 44]
     assert {one["worker"]: one["state"] for one in document["slots"]} == {
         "n/0#0": "member",

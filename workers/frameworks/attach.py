@@ -51,10 +51,12 @@ class _SavableHooks:
         if self._copies is not None and self.member.elastic:
             self._copies.begin(group, self._hooks.hold(), self._hooks.vote().step)
 
-    def finish_copy(self) -> None:
-        """Returns when the copy of the last step is complete: the next one may commit."""
-        if self._copies is not None:
-            self._copies.finish()
+    def finish_copy(self) -> int | None:
+        """Returns when the copy of the last step is complete, and of how many steps it is: the next one may commit."""
+        if self._copies is None:
+            return None
+        self._copies.finish()
+        return self._copies.newest
 
     def vote(self) -> Vote:
         return self._hooks.vote()
@@ -148,10 +150,9 @@ class _CopyingMember(Member):
         self._savable = hooks
         super().__init__(client, hooks, hooks.durable if saves else None, boundary=hooks.boundary, native=True)
 
-    def commit(self, note: bytes = b"") -> list[bytes]:
+    def commit(self, note: bytes = b"", copied: int | None = None) -> list[bytes]:
         """Passes the commit barrier, after the copy that was begun with the step is complete."""
-        self._savable.finish_copy()
-        return super().commit(note)
+        return super().commit(note, self._savable.finish_copy() if copied is None else copied)
 
 
 def attach(hooks: Hooks, *, copies: int = 0) -> Member:

@@ -129,6 +129,11 @@ class SpaceCopies:
             self.finish()
             self._members = now
 
+    @property
+    def newest(self) -> int | None:
+        """Returns of how many steps the newest complete copy is; None: there is none."""
+        return next((one.key.step for one in reversed(self._made) if one.complete), None)
+
     def finish(self) -> None:
         """Returns when the last copy is complete here, and where this worker's part is kept.
 

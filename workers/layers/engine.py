@@ -161,6 +161,7 @@ class Engine:
             samples=sum(rows for _, rows, _ in outcome.losses),
             loss=ExactSum.of(rows * loss for _, rows, loss in outcome.losses),
             squares=part.zero.squares(outcome.gradients) if clips else NOTHING,
+            copied=part.copied(step),
         )
         self._outcome = outcome
         whole = reduce(part.group, record) if barrier is None else barrier(record)

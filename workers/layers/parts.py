@@ -15,6 +15,7 @@ from torch import Tensor
 from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
 from elaunch.policy.profile import LayerProfile
+from elaunch.workers.barrier import UNSAID, Span
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.comm.traffic import Traffic
@@ -115,6 +116,11 @@ class WorkerPart:
             self.routes, bundles(), native.in_use, self.device, self.group.generation, self.exact, native.failed
         )
         return self._carrier
+
+    def copied(self, step: int) -> Span:
+        """Returns what to tell at the barrier of a step about the copies of this worker's state."""
+        behind = self.snapshots.behind
+        return UNSAID if behind is None else (step + 1 - behind, step + 1 - behind)
 
     def begin_copies(self, traffic: Traffic) -> None:
         """Has what comes of others' states in a step received."""

@@ -111,6 +111,7 @@ class Snapshots:
             for owner in workers
             if worker in holders[owner] and (pieces := layout.pieces(owner))
         ]
+        self._commits = 0  # under this plan
         # Of the step in flight: gradients that wait for the others of their message, and messages on their way to host
         # memory.
         self._unsent: dict[OptimizerShard, tuple[OptimizerShard, ...]] = {}
@@ -190,6 +191,7 @@ class Snapshots:
     def commit(self, coefficient: float) -> None:
         """Updates the copies in the background, now that the step has committed."""
         self._own.count, self._own.batch = self._own.count + self._own.batch, 0
+        self._commits += 1
         if self._copies:
             self._thread = self._thread or ThreadPoolExecutor(1, "elaunch-snapshots")
             self._updating = self._thread.submit(self._update, coefficient)
@@ -218,6 +220,16 @@ class Snapshots:
     def complete(self) -> bool:
         """Returns whether all of this worker's state has its copies."""
         return not self._holders or self._own.count == len(self._own.shards)
+
+    @property
+    def behind(self) -> int | None:
+        """Returns by how many steps the copies of this worker's state lag, if the step in flight commits.
+
+        They follow each step once they are whole; until then they lag by all steps under this plan. None: it has none.
+        """
+        if not self._holders:
+            return None
+        return 0 if self._own.count + self._own.batch == len(self._own.shards) else self._commits + 1
 
     def pieces(self) -> dict[str, int]:
         """Returns, by owner, how many of its pieces are copied here."""

@@ -87,10 +87,17 @@ def lost_steps(verdict: Verdict, generation: Generation) -> tuple[str, range]:
 
 
 def step_report(
-    group: Group, generation: int, step: int, loss: float | None, sample_ids: Iterable[int], seconds: float
+    group: Group,
+    generation: int,
+    step: int,
+    loss: float | None,
+    sample_ids: Iterable[int],
+    seconds: float,
+    copied: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the fields of the report of a step, with the arguments of `StepReports.tell` and its seconds."""
+    """Returns the fields of the report of a step: `copied` is that of `StepReports`, the rest are as for its `tell`."""
     ids = list(sample_ids)
+    lag = {} if copied is None else {"copy_lag": step + 1 - copied}
     return {
         "generation": generation,
         "step": step,
@@ -99,6 +106,7 @@ def step_report(
         "digest": digest(ids),
         "members": group.size,
         "seconds": round(seconds, 6),
+        **lag,
     }
 
 
@@ -109,6 +117,8 @@ class StepReports:
         last: the fields of the report of the last step that has committed, as JSON values; None: nobody here knows it.
         told: the last step of which this worker knows that it was reported; None: it knows of none.
         logged: so many steps, from the first on, are known to stand in a log.
+        copied: of so many steps each member whose state has copies has whole ones, as told at the last barrier; None:
+            nobody has any.
     """
 
     def __init__(self, client: Client) -> None:
@@ -118,6 +128,7 @@ class StepReports:
         self.last: dict[str, Any] | None = None
         self.told: Told | None = None
         self.logged = 0
+        self.copied: int | None = None
 
     def facts(self) -> dict[str, Any]:
         """Returns what the other members must know, for a vote."""
@@ -227,7 +238,7 @@ class StepReports:
         """
         now_s = time.monotonic()
         seconds, self._commit_s = now_s - self._commit_s, now_s
-        self.last = step_report(group, generation, step, loss, sample_ids, seconds)
+        self.last = step_report(group, generation, step, loss, sample_ids, seconds, self.copied)
         is_told = self.told is not None and step == self.told[0]
         self._keep(self.told[1] if self.told is not None and is_told else node_of(group.members[0]), self.last)
         if group.rank == 0 and not is_told:

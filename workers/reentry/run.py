@@ -437,7 +437,7 @@ class Reentry:
             return False
         self._copies.finish()
         pending.shipment.wait()  # of a device's copy, also whether it is of what all members have computed
-        notes = self.member.commit(note)
+        notes = self.member.commit(note, pending.step if self.member.size > 1 else None)
         self._pending, self.step = None, pending.step
         self.member.report(self.step - 1, loss=pending.loss, sample_ids=pending.ids)
         return any(notes)

@@ -75,6 +75,7 @@ class StatusBoard:
             loss=number(loss),
             has_diverged=isinstance(loss, float) and not math.isfinite(loss),
             recovery=self._recovery,
+            copy_lag=count(lag) if (lag := fields.get("copy_lag")) is not None else None,
         )
 
     def _recover(self, cause: str, now_t: float, seconds: float, phases: tuple[tuple[str, float], ...] = ()) -> None:

@@ -38,6 +38,7 @@ def events_of(values: Values, before: Values, now_t: float) -> Iterator[dict[str
             seconds=took_s,
             loss=training["loss"],
             members=training["members"],
+            copy_lag=training["copy_lag"],
         )
 
 

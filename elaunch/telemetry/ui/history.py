@@ -343,6 +343,7 @@ class JobHistory:
             "step": None if newest is None else count(newest.get("step")),
             "step_t": None if newest is None else newest["t"],
             "loss": None if newest is None else number(newest.get("loss")),
+            "copy_lag": None if newest is None or newest.get("copy_lag") is None else count(newest["copy_lag"]),
             "steps_per_s": None if rate is None else rate[0],
             "samples_per_s": None if rate is None else rate[1],
             "nodes": [

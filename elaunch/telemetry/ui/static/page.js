@@ -111,6 +111,7 @@ function drawHead() {
     ["steps/s", figure(job.steps_per_s)],
     ["samples/s", figure(job.samples_per_s)],
     ["loss", job.loss === null ? "–" : String(Number(job.loss.toPrecision(5)))],
+    ...(job.copy_lag === null || job.copy_lag === undefined ? [] : [["copies behind", plural(job.copy_lag, "step")]]),
     ["recoveries", job.recoveries.toLocaleString("en")],
   ];
   fill("figures", ...figures.map(([name, value, more]) =>
