@@ -31,6 +31,7 @@ from tests.simulation.control_world import Case, World
 ROUND_S = 0.2
 ANSWER_S = 0.3
 START_S = 0.2
+LOST_ANSWERS = 0.05
 
 
 class HostedStore(Store):
@@ -77,7 +78,8 @@ class HostedStore(Store):
             return False
         assert isinstance(self.world, FoundingWorld)
         self.world.decided(self, generation, former)
-        return True
+        # Now and then the answer is lost, and who asks again finds the document changed: it takes that for a refusal.
+        return self.world.rng.random() > LOST_ANSWERS
 
     def remove(self, node: Node) -> None:
         if self._has(node):
