@@ -59,9 +59,9 @@ def has_say(doc: NodeDoc, generation: Generation) -> bool:
         return False
     if generation.stage is GenerationStage.ASSEMBLE:
         return True
-    live = [worker for worker in doc.workers if worker.state is not WorkerState.DONE]
     if generation.stage is GenerationStage.START:
-        return bool(live) and not doc.summary.elastic
+        return not doc.summary.elastic  # those of a script that uses elaunch wait for the first training generation
+    live = [worker for worker in doc.workers if worker.state is not WorkerState.DONE]
     return any(worker.id in generation.ids and worker.id not in doc.departure.evicted for worker in live)
 
 
