@@ -242,6 +242,7 @@ class Founder:
         replica = self._replica
         generation, founding = replica.view.generation, replica.founding
         epoch = founding.epoch if founding is not None else 0
+        told = self._session.told or self._mail.doc  # what happened since has changed nobody's mind
         self._newest = max(self._newest, epoch)
         self.standing = Standing(
             self._node,
@@ -252,7 +253,7 @@ class Founder:
             generation.number if generation is not None else 0,
             away,
             self._settings.serves(),
-            generation is not None and has_say(self._mail.doc, generation),
+            generation is not None and has_say(told, generation),
             self._can_found,
             tuple(sorted(self._ended)),
         )

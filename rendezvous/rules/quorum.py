@@ -51,9 +51,9 @@ def may_go_on(group: Collection[str], ended: Collection[str], generation: Genera
 
 
 def has_say(doc: NodeDoc, generation: Generation) -> bool:
-    """Returns whether a node may go on without hearing of a newer generation than this one.
+    """Returns whether a node may go on without hearing of a newer generation than this one, as its report tells.
 
-    Otherwise it waits for one in any case, so it goes along with any part of the job.
+    Otherwise it waits for one in any case, so it goes along with any part of the job: it has given its say away.
     """
     if doc.draining:
         return False

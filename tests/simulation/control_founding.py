@@ -132,6 +132,7 @@ class FoundingNode(Node):
         self.held_until_s = 0.0
         self.saw_ended: set[str] = set()
         self.newest = 0
+        self.told: NodeDoc | None = None
         self.seeks = False
         self.starting = False
         self.in_store = False
@@ -188,6 +189,11 @@ class FoundingNode(Node):
                 floor=founding.epoch * NUMBERS,
             )
 
+    def publish(self) -> None:
+        super().publish()
+        if self.connected:
+            self.told = self.written
+
     def disconnect(self) -> None:
         if self.connected:
             lease_s = self.world.settings.lease_s
@@ -237,7 +243,7 @@ class FoundingNode(Node):
             generation.number if generation is not None else 0,
             away,
             store.host is self and store.up,
-            generation is not None and has_say(self.life.doc(), generation),
+            generation is not None and has_say(self.told or self.life.doc(), generation),
             True,
             tuple(sorted(self.saw_ended)),
         )
