@@ -175,7 +175,6 @@ class FoundingNode(Node):
         self.take_founding(store)
         if self.view.generation is not None:
             store.bring(self.view.generation)
-        self.saw_ended.clear()
         self.seeks, self.in_store = False, True
         super().connect()
 
@@ -350,7 +349,6 @@ class FoundingNode(Node):
         self.present = self.in_store = False
         self.generation_revision = 0
         self.held_until_s = 0.0
-        self.saw_ended.clear()
         self.view = replace(self.view, ended=frozenset(), gone=frozenset(), floor=0)
         if former is not None and former.host is self and former.up:
             former.give_up()
