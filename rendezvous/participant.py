@@ -122,6 +122,8 @@ class Participant:
     def suspect_leader(self) -> None:
         """Tells that a peer was found dead: if the leader died with it, this node leads before that lease ends."""
         self._mail.suspect_leader()
+        if self._founder is not None:
+            self._founder.suspect()
 
     def stop(
         self,
@@ -295,6 +297,7 @@ class Participant:
         if self._founder is None or not self._session.joined:
             self._mail.wait_once(RETRY_S)
             return
+        pause_s: float | None = None
         while not self._mail.is_stopping and (pause_s := self._founder.seek()) is None:
             self._mail.pause(self._clock() + PAUSE_S, self._clock)
         if pause_s:

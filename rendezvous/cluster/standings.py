@@ -16,7 +16,7 @@ from elaunch.rendezvous.rules.founding import Standing
 ANSWER_S = 0.3
 """How long a machine may take to accept a connection, and its agent to answer."""
 
-AT_ONCE = 32
+AT_ONCE = 100
 MOST_BYTES = 1 << 20
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from elaunch import threads
 from elaunch.errors import LaunchError, StoreUnavailable
 from elaunch.rendezvous.cluster.standings import ask
 from elaunch.rendezvous.codec import to_json
+from elaunch.rendezvous.membership import Generation
 from elaunch.rendezvous.node.mailbox import Mailbox
 from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.node.reporter import Reporter
@@ -28,6 +30,7 @@ from elaunch.rendezvous.rules.founding import (
 from elaunch.rendezvous.rules.quorum import has_say
 
 PAUSE_S = 0.1
+SUSPECT_S = 0.2  # in which a death becomes a generation
 SEATS_PER_S = 500
 """So many agents a node asks each second on average: all nodes that lost the store do."""
 
@@ -96,6 +99,7 @@ class Founder:
         self.standing = Standing(node)
         self._founding: Founding | None = None  # to be written into the store at the next connection
         self._founded_s = 0.0
+        self._looker: threading.Thread | None = None
         self._word: threading.Thread | None = None
         self._word_s = float("-inf")
         self._session = session
@@ -106,7 +110,8 @@ class Founder:
         self._lease_s = lease_s
         self._reporter = reporter
         self._clock = clock
-        self._ended: set[str] = set()
+        self._ended: frozenset[str] = frozenset()
+        self._lock = threading.Lock()
         self._newest = 0
         self._asked_s = float("-inf")
         self._told = ""
@@ -123,7 +128,6 @@ class Founder:
 
     def connected(self) -> None:
         """Notes that this node can reach its store."""
-        self._ended.clear()
         self._told = ""
         self._stand(away=False)
 
@@ -165,6 +169,40 @@ class Founder:
         """Goes over to the store of the job, in which this node has not been."""
         self._go_over(GoOver(store, 0))
 
+    def suspect(self) -> None:
+        """Looks in a thread who has ended, where nobody decides on a death: the store may have gone with the dead.
+
+        What is seen while this node's lease lasts counts later.
+        """
+        if self._looker is None or not self._looker.is_alive():
+            self._looker = threads.start("elaunch-suspect", self._look_around, lambda error: None)
+
+    def _look_around(self) -> None:
+        former, end_s = self._replica.view.generation, self._clock() + self._lease_s
+        while former is not None and self._clock() < end_s:
+            time.sleep(SUSPECT_S)
+            generation = self._replica.view.generation
+            if generation is None or generation.number != former.number or not self._session.is_open:
+                return
+            seats = self._seats(generation)
+            if not self._note_ended(ask(seats).ended):
+                return
+            time.sleep(len(seats) / SEATS_PER_S)
+
+    def _seats(self, generation: Generation) -> dict[str, str]:
+        """Returns the liveness addresses of the agents of all other nodes, by node."""
+        seats = dict((*generation.former_seats, *generation.seats))
+        seats.pop(self._node, None)
+        return seats
+
+    def _note_ended(self, ended: set[str]) -> bool:
+        """Keeps which agents have ended, if this node's lease is valid by its own clock; returns whether it is."""
+        is_held = self._clock() <= self._session.lease.renewed_s + self._lease_s
+        if is_held:
+            with self._lock:
+                self._ended |= ended
+        return is_held
+
     # -- while it cannot ------------------------------------------------------------------------------------------
 
     def seek(self) -> float | None:
@@ -175,15 +213,12 @@ class Founder:
         servers = self._settings.servers()
         if self._founding is not None:
             return self._wait_for_server(bool(ask({}, servers).listening))
-        seats = dict((*generation.former_seats, *generation.seats))
-        seats.pop(self._node, None)
+        seats = self._seats(generation)
         if self._clock() < self._asked_s + len(seats) / SEATS_PER_S:
             return None
         self._asked_s = self._clock()
         answers = ask(seats, servers)
-        is_held = self._clock() <= self._session.lease.renewed_s + self._lease_s
-        if is_held:
-            self._ended |= answers.ended
+        is_held = self._note_ended(answers.ended)
         self._stand(away=True)
         there = answers.listening
         dead = seen_ended([one for one in servers if one not in there], answers.ended)
@@ -235,13 +270,13 @@ class Founder:
         self._settings.move(address)
         self._session.move()
         self._replica.begin_store()
-        self._ended.clear()
 
     def _stand(self, away: bool) -> None:
         """Makes anew what this node tells whoever asks."""
         replica = self._replica
         generation, founding = replica.view.generation, replica.founding
         epoch = founding.epoch if founding is not None else 0
+        told = self._session.told or self._mail.doc  # what happened since has changed nobody's mind
         self._newest = max(self._newest, epoch)
         self.standing = Standing(
             self._node,
@@ -252,7 +287,7 @@ class Founder:
             generation.number if generation is not None else 0,
             away,
             self._settings.serves(),
-            generation is not None and has_say(self._mail.doc, generation),
+            generation is not None and has_say(told, generation),
             self._can_found,
             tuple(sorted(self._ended)),
         )

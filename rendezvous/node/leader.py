@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 
 from elaunch.errors import ElaunchError
+from elaunch.rendezvous.cluster.standings import AT_ONCE
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.decide import decide, to_leave
 from elaunch.rendezvous.intake import read_name, read_reports
@@ -78,6 +79,7 @@ class Leader:
         self._clock = clock
         self._look_for_better = look_for_better
         self._asked_s = -inf
+        self._ask_next = 0
         self._wait = Wait()
         self._wake_s = 0.0  # when to apply the rule next at the latest
         self._spares: tuple[str, ...] | None = None  # as this leader has written them; None: not yet
@@ -278,12 +280,15 @@ class Leader:
         if decision.result is not None:
             self._end_job(decision.result)
 
-    def _ask(self, nodes: Collection[str]) -> None:
+    def _ask(self, nodes: Sequence[str]) -> None:
         """Asks nodes that are missing whether they have gone on elsewhere, or have ended."""
         view = self._replica.view
         assert view.generation is not None
         seats = dict((*view.generation.former_seats, *view.generation.seats))
-        self._look_for_better({node: seats[node] for node in nodes})
+        begin = self._ask_next % len(nodes)
+        turn = (*nodes[begin:], *nodes[:begin])[:AT_ONCE]  # silence takes time, in which nothing else is done
+        self._ask_next += len(turn)
+        self._look_for_better({node: seats[node] for node in turn})
         self._asked_s = self._clock()
         if self._replica.view.ended != view.ended:
             self._wake_s = self._asked_s

@@ -104,6 +104,7 @@ class Session:
         lease: the node's lease.
         leadership: whether it leads.
         written: the report as it stands in the store; None: it is to be written.
+        told: the report that was written last, or that may have been.
         joined: whether the listener was told that the node has joined.
     """
 
@@ -119,6 +120,7 @@ class Session:
         self.lease = HeldLease()
         self.leadership = Leadership()
         self.written: NodeDoc | None = None
+        self.told: NodeDoc | None = None
         self.joined = False
         self._open_store = open_store
         self._entrant = entrant
@@ -354,7 +356,8 @@ class Session:
             if self.lease.id is None:
                 self._grant()
             with suppress(LeaseGone):  # then the next one may claim it
-                if self.store.create(self._own_key, to_json(self._mail.doc), self.lease.id):
+                self.told = self._mail.doc
+                if self.store.create(self._own_key, to_json(self.told), self.lease.id):
                     self._is_present = True
                     return
             entry = self.store.get(self._own_key)
@@ -445,6 +448,7 @@ class Session:
             if self.lease.id is None:
                 self._grant()
             try:
+                self.told = doc
                 self._written_revision = self.store.put(self._own_key, to_json(doc), self.lease.id)
             except LeaseGone:
                 self._lose_lease()

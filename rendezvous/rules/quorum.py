@@ -51,17 +51,17 @@ def may_go_on(group: Collection[str], ended: Collection[str], generation: Genera
 
 
 def has_say(doc: NodeDoc, generation: Generation) -> bool:
-    """Returns whether a node may go on without hearing of a newer generation than this one.
+    """Returns whether a node may go on without hearing of a newer generation than this one, as its report tells.
 
-    Otherwise it waits for one in any case, so it goes along with any part of the job.
+    Otherwise it waits for one in any case, so it goes along with any part of the job: it has given its say away.
     """
     if doc.draining:
         return False
     if generation.stage is GenerationStage.ASSEMBLE:
         return True
-    live = [worker for worker in doc.workers if worker.state is not WorkerState.DONE]
     if generation.stage is GenerationStage.START:
-        return bool(live) and not doc.summary.elastic
+        return not doc.summary.elastic  # those of a script that uses elaunch wait for the first training generation
+    live = [worker for worker in doc.workers if worker.state is not WorkerState.DONE]
     return any(worker.id in generation.ids and worker.id not in doc.departure.evicted for worker in live)
 
 

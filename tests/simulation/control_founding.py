@@ -31,6 +31,7 @@ from tests.simulation.control_world import Case, World
 ROUND_S = 0.2
 ANSWER_S = 0.3
 START_S = 0.2
+LOST_ANSWERS = 0.05
 
 
 class HostedStore(Store):
@@ -77,7 +78,8 @@ class HostedStore(Store):
             return False
         assert isinstance(self.world, FoundingWorld)
         self.world.decided(self, generation, former)
-        return True
+        # Now and then the answer is lost, and who asks again finds the document changed: it takes that for a refusal.
+        return self.world.rng.random() > LOST_ANSWERS
 
     def remove(self, node: Node) -> None:
         if self._has(node):
@@ -130,6 +132,7 @@ class FoundingNode(Node):
         self.held_until_s = 0.0
         self.saw_ended: set[str] = set()
         self.newest = 0
+        self.told: NodeDoc | None = None
         self.seeks = False
         self.starting = False
         self.in_store = False
@@ -172,7 +175,6 @@ class FoundingNode(Node):
         self.take_founding(store)
         if self.view.generation is not None:
             store.bring(self.view.generation)
-        self.saw_ended.clear()
         self.seeks, self.in_store = False, True
         super().connect()
 
@@ -185,6 +187,11 @@ class FoundingNode(Node):
                 gone=frozenset(founding.gone),
                 floor=founding.epoch * NUMBERS,
             )
+
+    def publish(self) -> None:
+        super().publish()
+        if self.connected:
+            self.told = self.written
 
     def disconnect(self) -> None:
         if self.connected:
@@ -235,7 +242,7 @@ class FoundingNode(Node):
             generation.number if generation is not None else 0,
             away,
             store.host is self and store.up,
-            generation is not None and has_say(self.life.doc(), generation),
+            generation is not None and has_say(self.told or self.life.doc(), generation),
             True,
             tuple(sorted(self.saw_ended)),
         )
@@ -342,7 +349,6 @@ class FoundingNode(Node):
         self.present = self.in_store = False
         self.generation_revision = 0
         self.held_until_s = 0.0
-        self.saw_ended.clear()
         self.view = replace(self.view, ended=frozenset(), gone=frozenset(), floor=0)
         if former is not None and former.host is self and former.up:
             former.give_up()

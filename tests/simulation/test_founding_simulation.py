@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from tests.helpers import soak
 from tests.simulation.control_founding import FoundingWorld, random_loss
-from tests.simulation.control_world import Case
+from tests.simulation.control_worker import STEP_S
+from tests.simulation.control_world import Case, World
 from tests.simulation.transcript import render
 
 FAULTS_S = 20.0
@@ -33,14 +36,16 @@ def make_case(seed: int) -> Case:
     )
 
 
-def simulate(case: Case) -> FoundingWorld:
+def simulate(case: Case, fault: Callable[[World], None] = random_loss) -> FoundingWorld:
     world = FoundingWorld(case)
     try:
         for _ in range(case.nodes):
             world.at(world.rng.random() * 0.5, world.add_node)
         for _ in range(case.faults):
-            world.at(3.0 + world.rng.random() * FAULTS_S, partial(random_loss, world))
+            world.at(3.0 + world.rng.random() * FAULTS_S, partial(fault, world))
         world.run(END_S)
+        if fault is one_loss:
+            assert world.now_s - world.last_commit_s < 10 * STEP_S, "no step commits any more"
     except AssertionError as error:
         tail = "\n".join(render(world.events)[-TRACE_LINES:])
         pytest.fail(f"{error}\n{case}\n{tail}", pytrace=False)
@@ -51,3 +56,24 @@ def simulate(case: Case) -> FoundingWorld:
 def test_no_two_parts_of_a_job_go_on_beside_each_other(block: int) -> None:
     for seed in range(block * 100, block * 100 + 100):
         simulate(make_case(seed))
+
+
+def one_loss(world: World) -> None:
+    """One node is lost: its agent is killed, its machine is lost, or it is cut off, for a while or for ever."""
+    assert isinstance(world, FoundingWorld)
+    host, *others = [world.stores[-1].host, *(node for node in world.agents() if node is not world.stores[-1].host)]
+    node = world.rng.choice([host, host, *others])
+    kind = world.rng.choice(["agent", "machine", "cut"])
+    if kind == "agent":
+        node.kill_agent(world.rng.random() * 0.02)
+    elif kind == "machine":
+        node.crash()
+    else:
+        world.cut([node.name], list(world.nodes), world.rng.choice([4.0, 8.0, 1000.0]))
+
+
+@pytest.mark.parametrize("block", [0, *map(soak, range(1, 20))])
+def test_a_job_of_three_nodes_or_more_goes_on_after_the_loss_of_any_one(block: int) -> None:
+    for seed in range(block * 100, block * 100 + 100):
+        case = make_case(seed)
+        simulate(replace(case, nodes=max(3, case.nodes), max_nodes=max(3, case.max_nodes), faults=1), one_loss)

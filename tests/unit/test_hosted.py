@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.agent.watch.hosted import LONGEST_PAUSE_S, MOST_QUICK_ENDS, HostedEtcd, QuickEnds
+from elaunch.agent.local_jobs import make_folder, running
+from elaunch.agent.watch.hosted import LONGEST_PAUSE_S, MOST_QUICK_ENDS, HostedEtcd, QuickEnds, ServerPlace
+from elaunch.rendezvous.cluster.servers import EtcdServer, EtcdServers
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.etcd import EtcdStore
 from tests.helpers import wait_until
@@ -118,3 +120,32 @@ def test_one_that_fails_at_each_start_is_given_up_with_one_line(
     assert "exited with code 3, soon after its start, for the 4th time in a row: it is not started again" in last
     assert last.endswith("Its log ends: the disk is on fire")
     keeper.close()
+
+
+def test_a_store_that_is_founded_is_empty_and_whoever_looks_for_the_job_here_finds_it(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    keeper.etcd.wait_ready(LIMIT_S)
+    folder = make_folder()
+    former = keeper.etcd
+    keeper.etcd = EmbeddedEtcd(folder)
+    keeper.etcd.start()
+    keeper.etcd.wait_ready(LIMIT_S)
+    former.stop()
+    place = ServerPlace("127.0.0.1", 0, lambda folder: None, is_alone=True)
+    hosted = HostedEtcd(keeper.etcd, keeper.selector, keeper.said.append, keeper.now_s, place, "job")
+    keeper.hosted = hosted
+    assert [one.endpoint for one in running()] == [keeper.etcd.endpoint]
+    hosted.on_servers(EtcdServers((EtcdServer("b", "b:1", "b:2", votes=True),)), keeper.now_s)
+    assert [one.endpoint for one in running()] == ["b:2"], "the server here may be removed now"
+    former, address = keeper.etcd, hosted.found(keeper.now_s)
+    assert [one.endpoint for one in running()] == [address]
+    assert address != former.endpoint
+    hosted.look(keeper.now_s)
+    assert former.pid is None
+    store = EtcdStore(address, timeout_s=LIMIT_S)
+    assert store.get("/a") is None
+    store.close()
+    assert hosted.serves
+    assert f"this node serves another one at {address}" in keeper.said[-1]
