@@ -6,7 +6,8 @@
 
 An input is a valid one, or one of the corpus, mutated (`tests/hostile.py`). What a parser makes of it is told apart by
 its value's type or its error's text without numbers; an input that behaves in a new way is mutated further. Fails where
-a parser raises what it does not document, takes more than a second of the processor, or leaves memory or descriptors behind.
+a parser raises what it does not document, takes more than a second of the processor, or leaves memory or descriptors
+behind.
 """
 
 from __future__ import annotations
