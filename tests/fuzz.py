@@ -6,7 +6,8 @@
 
 An input is a valid one, or one of the corpus, mutated (`tests/hostile.py`). What a parser makes of it is told apart by
 its value's type or its error's text without numbers; an input that behaves in a new way is mutated further. Fails where
-a parser raises what it does not document, takes more than a second, or leaves memory or descriptors behind.
+a parser raises what it does not document, takes more than a second of the processor, or leaves memory or descriptors
+behind.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def way_of(outcome: object) -> str:
 def tried(parser: Parser, data: bytes, found: Found) -> None:
     """Gives the parser one input."""
     outcome: object
-    begin_s = time.perf_counter()
+    begin_s = time.process_time()
     try:
         outcome = parser.read(data)
         found.values += 1
@@ -92,7 +93,7 @@ def tried(parser: Parser, data: bytes, found: Found) -> None:
         found.wrong.append(f"{type(error).__name__}: {str(error)[:200]} for {data[:300]!r}")
         return
     finally:
-        found.slowest_s = max(found.slowest_s, time.perf_counter() - begin_s)
+        found.slowest_s = max(found.slowest_s, time.process_time() - begin_s)
     found.inputs += 1
     if len(found.seen) < SEEDS and len(data) <= KEPT_BYTES:
         found.seen.setdefault(way_of(outcome), data)
