@@ -6,8 +6,8 @@ import enum
 
 NO_SERVER = "is an etcd v3 server running there, and reachable from this machine?"
 HOST_IS_AWAY = (
-    "the node that hosts the rendezvous there has not started it yet or cannot be reached from here, or the job has "
-    "ended, and its rendezvous with it, or goes on without that node: then its other nodes say at which address"
+    "the node that hosts the rendezvous there is lost, and the other nodes say at which address the job goes on; or it "
+    "has not started it yet or cannot be reached from here, or the job has ended, and its rendezvous with it"
 )
 
 

@@ -176,6 +176,7 @@ class Participant:
             self._away_since_s, self._hindrance = None, ""
         if self._founder is not None:
             self._founder.begin()
+            self._session.watch("moved", revision + 1)
         self._leader.follow(entries, revision)
         if self._servers is not None:
             self._session.watch("servers", revision + 1)
@@ -184,6 +185,7 @@ class Participant:
         self._replica.in_job = True
         if self._founder is not None:
             self._founder.connected()
+            self._look_elsewhere()
 
     def _turn(self) -> None:
         """Waits for something to do, and does it."""
@@ -195,6 +197,7 @@ class Participant:
             if isinstance(item, StoreUnavailable):
                 raise item
             self._leader.take(item)
+        self._look_elsewhere()
         if mail.doc != self._session.written:
             self._session.write(mail.doc)
         for name, document in mail.shown.items():
@@ -222,6 +225,12 @@ class Participant:
         damaged = self._replica.intake.damaged
         if damaged or not self._setbacks.under_way:
             self._tell_hindrance(f"damaged in the store: {', '.join(damaged)}" if damaged else "")
+
+    def _look_elsewhere(self) -> None:
+        """Leaves a store in which no job has begun for that in which this one runs."""
+        if self._replica.moved and self._replica.view.generation is None:
+            self._session.joined = self._replica.in_job = False
+            raise StoreMoved(self._replica.moved)
 
     def _wait_s(self) -> float:
         """Returns how long there is nothing to do if nothing comes: at most a second."""
@@ -278,6 +287,7 @@ class Participant:
         if self._founder is not None and isinstance(error, StoreMoved):
             self._session.close()
             self._founder.follow(str(error))
+            self._started_s = self._clock()
             return
         if not self._session.joined and self._clock() > self._started_s + self._connect_s:
             self._listener.refused(StoreUnavailable(gave_up(error, self._connect_s, self._hosted)))

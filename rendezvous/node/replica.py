@@ -22,6 +22,7 @@ from elaunch.rendezvous.intake import (
     read_name,
     read_node,
     read_size,
+    read_text,
 )
 from elaunch.rendezvous.membership import (
     Deadlock,
@@ -87,6 +88,7 @@ class Replica:
         servers: of the store, as the leader has written them down; those of a store that has one server may be in no
             document.
         founding: how this store was founded; None: it is the one that the job began with.
+        moved: where the job has its store by now, as another one of the same job has told this one; empty: here.
         leader: the name that stands in the leader's key, as this node heard last; None where it is none.
         intake: which documents are damaged.
         in_job: once it is set, nothing that stands in the store, or does not, ends this node.
@@ -100,6 +102,7 @@ class Replica:
         self.size: JobSize | None = None
         self.servers = EtcdServers()
         self.founding: Founding | None = None
+        self.moved = ""
         self.leader: str | None = None
         self.intake = Intake(self.prefix)
         self.in_job = False
@@ -121,7 +124,7 @@ class Replica:
 
     def begin_store(self) -> None:
         """Forgets what another store said of itself and of its nodes: this node goes over to a new one."""
-        self.servers, self.founding = EtcdServers(), None
+        self.servers, self.founding, self.moved = EtcdServers(), None, ""
         self.view = replace(self.view, ended=frozenset(), gone=frozenset(), floor=0)
 
     def found(self, founding: Founding) -> None:
@@ -252,6 +255,8 @@ class Replica:
         elif name == "founding":
             if (founding := self._parse_request(Founding, event)) is not None:
                 self.found(founding)
+        elif name == "moved":
+            self.moved = read_text(event.value) if event.value is not None else ""
         elif name.startswith("left/"):
             if event.value is not None:
                 self.note_ended(event.value[:256].decode(errors="replace"))
