@@ -46,11 +46,14 @@ JOB = "agents"
 START_S = 240.0
 CHANGE_S = 60.0
 CALM_S = 2.0
+QUIET = ("--health-policy=off", "--hang-timeout=off")
+"""What an agent does for its machine and its workers once or more a second: here all would look at one machine."""
+
 SAMPLE = 12  # agents whose memory, threads and connections are read
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """Returns the processor seconds of processes, by the clocks that the kernel keeps of them; an ended one has none."""
+    """Returns the processor seconds of processes, by the clocks that the kernel keeps of them."""
     total = 0.0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -76,7 +79,9 @@ class Usage:
         """Returns what was used since, less what an idle job uses in that time."""
         time_s = self.at_s - before.at_s
         names = ("leader_s", "agents_s", "etcd_s", "sent_bytes", "received_bytes")
-        used = {name: getattr(self, name) - getattr(before, name) - time_s * getattr(idle_per_s, name) for name in names}
+        used = {
+            name: getattr(self, name) - getattr(before, name) - time_s * getattr(idle_per_s, name) for name in names
+        }
         return Usage(time_s, **used)
 
     def over(self, count: float) -> Usage:
@@ -163,6 +168,7 @@ class Fleet:
             f"--rdzv-conf={self.conf}",
             f"--node-name={name}",
             "--local-addr=127.0.0.1",
+            *QUIET,
             "--no-python",
             str(self.program),
             str(self.folder / "crew"),
@@ -192,9 +198,8 @@ class Fleet:
 
         if not self.crew.wait(settled, limit_s):
             newest = sorted({member.generation for member in self.crew.members.values()})
-            raise JobFailed(
-                f"{what}: {len(self.crew.members)} workers, {count} expected, are in generations {newest}\n{self.tails()}"
-            )
+            here = f"{len(self.crew.members)} workers ({count} expected) are in generations {newest}"
+            raise JobFailed(f"{what}: {here}\n{self.tails()}")
         return max(member.heard_s for member in self.crew.members.values()), self.generation()
 
     def tails(self) -> str:
@@ -393,7 +398,10 @@ def _free_port() -> int:
 @contextlib.contextmanager
 def running(count: int, servers: int, conf: str) -> Iterator[Fleet]:
     """Starts a job of so many agents, and ends it."""
-    with tempfile.TemporaryDirectory(prefix="e", dir="/tmp") as folder, Fleet(count, servers, Path(folder), conf) as fleet:
+    with (
+        tempfile.TemporaryDirectory(prefix="e", dir="/tmp") as folder,
+        Fleet(count, servers, Path(folder), conf) as fleet,
+    ):
         yield fleet
 
 
@@ -424,10 +432,11 @@ def main() -> int:
 
 def tell(report: Report, fleet: Fleet, figures: Figures) -> None:
     """Adds the rows of one job."""
-    times = {what: values for what, values in figures.times_s.items()}
     changes = [used for what, used in figures.used.items() if what.startswith("change")]
-    pids = [one.pid for one in list(fleet.agents.values())[:: max(1, len(fleet.agents) // SAMPLE)] if one.poll() is None]
-    for what, seconds in times.items():
+    pids = [
+        one.pid for one in list(fleet.agents.values())[:: max(1, len(fleet.agents) // SAMPLE)] if one.poll() is None
+    ]
+    for what, seconds in figures.times_s.items():
         report.row(
             agents=figures.agents,
             what=what,
@@ -450,7 +459,7 @@ def tell(report: Report, fleet: Fleet, figures: Figures) -> None:
             sent_kb=round(used.sent_bytes / 1e3, 1),
             received_kb=round(used.received_bytes / 1e3, 1),
         )
-    report.row(agents=figures.agents, **{what: round(value, 1) for what, value in memory(pids).items()})
+    report.row({"agents": figures.agents, **{what: round(value, 1) for what, value in memory(pids).items()}})
 
 
 def _median(usages: list[Usage]) -> Usage:

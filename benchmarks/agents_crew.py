@@ -12,12 +12,25 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from elaunch.rendezvous.codec import from_json
+from elaunch.rendezvous.edit import GenerationEdit, follow
 from elaunch.rendezvous.membership import Generation, node_of
-from elaunch.wire import Announce, Attach, Joined, Leaving, LineBuffer, Message, Ready, Unreachable, decode, encode
+from elaunch.wire import (
+    Announce,
+    AnnounceEdit,
+    Attach,
+    Joined,
+    Leaving,
+    LineBuffer,
+    Message,
+    Ready,
+    Unreachable,
+    decode,
+    encode,
+)
 
 SOURCE = Path(__file__).with_suffix("").parent / "agents_member.c"
 HEAD = re.compile(rb'\\"number\\":(\d+),\\"stage\\":\\"(\w+)\\"')
@@ -69,7 +82,7 @@ class Crew:
     def __init__(self, path: Path) -> None:
         self.members: dict[str, Member] = {}  # by node
         self.ended = 0
-        self._newest: tuple[int, frozenset[str]] = 0, frozenset()
+        self._generations: dict[int, Generation] = {}
         self._is_closing = False
         self.changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
@@ -146,13 +159,20 @@ class Crew:
             elif member.name in self._ids(member.generation, line):
                 member.say(Joined(member.generation))
 
-    def _ids(self, number: int, line: bytes) -> frozenset[str]:
+    def _ids(self, number: int, line: bytes) -> Collection[str]:
         """Returns the workers of a generation; read once for all."""
-        if number != self._newest[0]:
+        if number not in self._generations:
             message = decode(line)
-            assert isinstance(message, Announce)
-            self._newest = number, frozenset(from_json(Generation, message.generation.encode()).ids)
-        return self._newest[1]
+            if isinstance(message, Announce):
+                generation = from_json(Generation, message.generation.encode())
+            else:
+                assert isinstance(message, AnnounceEdit)
+                edit = from_json(GenerationEdit, message.edit.encode())
+                found = follow(self._generations.get(edit.former), edit)
+                assert found is not None
+                generation = found
+            self._generations[number] = generation
+        return self._generations[number].ranks.keys()
 
     def _forget(self, member: Member) -> None:
         self._selector.unregister(member.link)

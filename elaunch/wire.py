@@ -2,7 +2,7 @@
 
     worker -> agent   Attach, Ready, Joined, Progress, Saved, Profiled, Report, Unreachable, Finished,
                       Evict, Leaving, Abandoned
-    agent -> worker   Welcome, Announce, Logged
+    agent -> worker   Welcome, Announce, AnnounceEdit, Logged
 
 A line that is too long, is no JSON or has another version ends the connection with a ProtocolError, and so do numbers
 and texts that no worker has: negative ones, those beyond 63 bits, and halves of a character.
@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from elaunch.errors import ProtocolError
 
-VERSION = 5
+VERSION = 6
 MAX_LINE_BYTES = 16 << 20
 MOST = 1 << 63
 """Integers are below it, and none is negative."""
@@ -147,6 +147,13 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
+class AnnounceEdit:
+    """A generation as a `GenerationEdit` (`elaunch.rendezvous.edit`) of the one that was announced before."""
+
+    edit: str
+
+
+@dataclass(frozen=True, slots=True)
 class Logged:
     """The event log has this step, which the worker reported in this generation, and all that it reported before."""
 
@@ -169,6 +176,7 @@ Message = (
     | Leaving
     | Abandoned
     | Announce
+    | AnnounceEdit
     | Logged
 )
 

@@ -23,8 +23,9 @@ Any other key is a stranger's. `intake` says what is made of those, and of docum
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from urllib.parse import quote, unquote
 
 NAMES_SHOWN = 8  # in a message
@@ -354,7 +355,7 @@ class RequestedPlan:
     request: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Generation:
     """An agreed, numbered, ordered list of workers. A rank is a position in it.
 
@@ -408,19 +409,29 @@ class Generation:
         """Returns the id of the request for that plan; empty before one."""
         return self.requested_plan.request
 
-    @property
+    @cached_property
     def ids(self) -> tuple[str, ...]:
         """Returns the identities of its workers, by rank."""
         return tuple(worker.id for worker in self.workers)
 
-    @property
+    @cached_property
+    def ranks(self) -> Mapping[str, int]:
+        """Returns the ranks of its workers, by identity, in their order."""
+        return {worker: rank for rank, worker in enumerate(self.ids)}
+
+    @cached_property
     def nodes(self) -> tuple[str, ...]:
         """Returns the names of the nodes that hold its workers, in order of first appearance."""
         return tuple(dict.fromkeys(worker.node for worker in self.workers))
 
+    @cached_property
+    def node_set(self) -> frozenset[str]:
+        """Returns the same names, to look one up."""
+        return frozenset(self.nodes)
+
     def rank(self, worker: str) -> int:
-        """Returns the rank of a worker; raises `ValueError` where it is no member."""
-        return self.ids.index(worker)
+        """Returns the rank of a worker; raises `KeyError` where it is no member."""
+        return self.ranks[worker]
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,6 +481,17 @@ class Result:
 
     succeeded: bool
     message: str = ""
+
+
+def is_news(doc: NodeDoc, written: NodeDoc | None) -> bool:
+    """Returns whether a report is to be written at once in the stead of one that was written.
+
+    That its node has heard of another generation is none: all nodes would write at the same moment, and the leader read
+    it all, only to learn that its own word has been heard.
+    """
+    if written is None or doc is written:
+        return written is None
+    return replace(doc, progress=replace(doc.progress, generation=written.progress.generation)) != written
 
 
 def with_order(doc: NodeDoc, created: int) -> NodeDoc:

@@ -16,14 +16,14 @@ from collections.abc import Callable
 from elaunch.errors import ElaunchError, LaunchError, StoreUnavailable
 from elaunch.rendezvous.etcd_trouble import gave_up, why_away
 from elaunch.rendezvous.intake import read_text
-from elaunch.rendezvous.membership import DrainRequest, GenerationStage, JobConfig, NodeDoc
+from elaunch.rendezvous.membership import DrainRequest, GenerationStage, JobConfig, NodeDoc, is_news
 from elaunch.rendezvous.node.leader import Leader
 from elaunch.rendezvous.node.mailbox import Mailbox
 from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.node.reporter import MembershipListener, Reporter
 from elaunch.rendezvous.node.requests import Requests
 from elaunch.rendezvous.node.servers import ServerKeeper, ServerSettings
-from elaunch.rendezvous.node.session import RETRY_S, Entrant, Session
+from elaunch.rendezvous.node.session import EDIT, RETRY_S, Entrant, Session
 from elaunch.rendezvous.node.setbacks import Setbacks
 from elaunch.rendezvous.store import Store
 from elaunch.rendezvous.view import MembershipSettings
@@ -76,7 +76,12 @@ class Participant:
         self._setbacks = Setbacks(settings.lease_s / 3)
         self._reporter = reporter = Reporter(listener, self._setbacks)
         self._replica = Replica(job, doc.node, reporter, clock)
-        self._session = Session(open_store, entrant, self._mail, self._replica, reporter, clock)
+        followed = (
+            *(EDIT, "result", "leader", "size"),
+            *(f"requests/{what}/{doc.node}" for what in ("drain", "deadlock")),
+            *(("servers",) if cluster is not None else ()),
+        )
+        self._session = Session(open_store, entrant, self._mail, self._replica, reporter, clock, followed)
         self._requests = Requests(self._session, self._replica)
         self._leader = Leader(self._session, self._replica, self._requests, settings, doc.node, reporter, clock)
         self._servers = (
@@ -158,7 +163,6 @@ class Participant:
             self._away_since_s, self._hindrance = None, ""
         self._leader.follow(entries, revision)
         if self._servers is not None:
-            self._session.watch("servers", revision + 1)
             self._servers.follow()
         self._session.plan_renewal()
         self._replica.in_job = True
@@ -173,14 +177,15 @@ class Participant:
             if isinstance(item, StoreUnavailable):
                 raise item
             self._leader.take(item)
-        if mail.doc != self._session.written:
+        is_due = self._clock() >= self._session.lease.due_s
+        if is_news(mail.doc, self._session.written) or (is_due and mail.doc != self._session.written):
             self._session.write(mail.doc)
         for name, document in mail.shown.items():
             self._session.write_shown(name, document)
         if mail.drain_all is not None:
             self._requests.drain_all(mail.drain_all)
             self._mail.drained_all(mail.drain_all)
-        if self._clock() >= self._session.lease.due_s and self._session.renew():
+        if is_due and self._session.renew():
             self._look_again()
         if self._mail.take_suspicion():
             self._leader.replace_dead_leader()

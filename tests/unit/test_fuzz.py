@@ -11,7 +11,7 @@ import select
 import socket
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from elaunch.plan.tiling import Plan
 from elaunch.policy.ahead_process import Answer
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
 from elaunch.rendezvous.codec import from_json, to_json
+from elaunch.rendezvous.edit import edit_between
 from elaunch.rendezvous.membership import (
     BrokenLink,
     Cut,
@@ -159,6 +160,7 @@ MESSAGES: list[wire.Message] = [
     wire.Unreachable(7, "b/0#0", refused=False),
     wire.Evict(True, "it is slow"),
     wire.Announce(to_json(GENERATION).decode()),
+    wire.AnnounceEdit(to_json(edit_between(replace(GENERATION, number=6, workers=()), GENERATION)).decode()),
 ]
 FRAME = link_wire.pack_header(link_wire.Header(link_wire.LAST, 0, 3, 7, 5)) + b"12345"
 RECORD = {"message": {"message": "boom", "extraInfo": {"py_callstack": "Traceback", "timestamp": "1700000000"}}}

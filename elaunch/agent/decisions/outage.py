@@ -33,7 +33,7 @@ def awaited(node: str, generation: Generation | None, workers: LocalWorkers, dra
         return MEETING
     if generation.hold:
         return MORE_NODES
-    if node not in generation.nodes:
+    if node not in generation.node_set:
         return "a place in the job"
     if draining:
         return "the others to go on without it"
