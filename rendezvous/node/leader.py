@@ -13,7 +13,7 @@ from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.decide import decide, to_leave
 from elaunch.rendezvous.edit import edit_between
 from elaunch.rendezvous.intake import read_name, read_reports
-from elaunch.rendezvous.membership import Generation, Result
+from elaunch.rendezvous.membership import Generation, JobSize, Result
 from elaunch.rendezvous.node.replica import Duty, Replica
 from elaunch.rendezvous.node.reporter import Reporter
 from elaunch.rendezvous.node.requests import Requests
@@ -21,7 +21,7 @@ from elaunch.rendezvous.node.session import EDIT, GENERATION, RESULT_TTL_S, Sess
 from elaunch.rendezvous.node.waiting import waiting_text
 from elaunch.rendezvous.rules import deadlock
 from elaunch.rendezvous.store import Entry, LeaseGone, WatchEvent
-from elaunch.rendezvous.view import MembershipSettings
+from elaunch.rendezvous.view import MembershipSettings, View
 
 PROBE_S = 0.5
 FOLDERS_OF_LEADER = ("nodes/", "requests/", GENERATION)
@@ -75,6 +75,7 @@ class Leader:
         self._clock = clock
         self._wait = Wait()
         self._has_shown_damage = False
+        self._decided_by: tuple[View | None, JobSize | None, tuple[str, ...]] = (None, None, ())
         self._wake_s = 0.0  # when to apply the rule next at the latest
 
     @property
@@ -242,11 +243,21 @@ class Leader:
         if self._session.leadership.is_due:
             self._session.leadership.is_due = False
             self._campaign()
-        if self.leads and (has_news or self._clock() >= self._wake_s):
+        if self.leads and (self._clock() >= self._wake_s or (has_news and not self._is_decided())):
             self.lead()
 
     def lead(self) -> None:
         """Applies the leader's rule, and writes what it says."""
+        self._apply_rule()
+        self._decided_by = self._replica.view, self._replica.size, tuple(self._replica.intake.damaged)
+
+    def _is_decided(self) -> bool:
+        """Returns whether what is known is still what the rule was applied to: much news is an echo of own writes."""
+        view, size, damaged = self._decided_by
+        replica = self._replica
+        return replica.view is view and replica.size == size and tuple(replica.intake.damaged) == damaged
+
+    def _apply_rule(self) -> None:
         if self._node not in self._replica.nodes:
             # Its lease has ended: it decides nothing about a job that it is not in. Writing its report shows it.
             self._session.written = None
