@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import psutil
 
 from benchmarks.agents_crew import Crew, Member, compile_member, find_dead
+from benchmarks.agents_torchrun import measure_torchrun, rows
 from benchmarks.jobs import JobFailed, TimeLimit, limit_time
 from benchmarks.report import Report, add_arguments
 from elaunch.rendezvous.embedded import EmbeddedEtcd
@@ -256,12 +257,14 @@ def _rendezvous(fleet: Fleet, figures: Figures) -> None:
     figures.add("start of the agents", time.monotonic() - begin_s)
     _wait_calm([one.pid for one in fleet.agents.values()])
     figures.add("until they wait", time.monotonic() - begin_s)
-    begin_s = time.monotonic()
+    pids = [one.pid for one in fleet.agents.values()]
+    before_s, begin_s = cpu_s(pids), time.monotonic()
     fleet.pause_store(False)
     if not fleet.crew.wait(lambda members: len(members) == n, START_S):
         raise JobFailed(f"{len(fleet.crew.members)} of {n} workers have started\n{fleet.tails()}")
     figures.add("rendezvous", max(one.begun_s for one in fleet.crew.members.values()) - begin_s)
     heard_s, _ = fleet.settle(n, 0, "the first generation", START_S)
+    figures.add("all agents' processor time until then", cpu_s(pids) - before_s)
     figures.add("all train", heard_s - begin_s)
 
 
@@ -413,12 +416,17 @@ def main() -> int:
     parser.add_argument("--servers", type=int, default=1, choices=(1, 3), help="servers of etcd")
     parser.add_argument("--changes", type=int, default=5, help="deaths, each with a join")
     parser.add_argument("--conf", default="lease_ttl=20,connect_timeout=300", help="--rdzv-conf of the agents")
+    parser.add_argument("--torchrun", action="store_true", help="measure torchrun's agents instead, with c10d")
     parser.add_argument("--limit-s", type=int, default=290)
     args = parser.parse_args()
     limit_time(args.limit_s)
     report = Report("Agents on one etcd" if args.servers == 1 else f"Agents on {args.servers} servers of etcd")
     for count in [20] if args.quick else args.sizes:
         try:
+            if args.torchrun:
+                for row in rows(count, measure_torchrun(count, args.changes, _free_port())):
+                    report.row(row)
+                continue
             with running(count, args.servers, args.conf) as fleet:
                 figures = measure(fleet, args.changes)
                 tell(report, fleet, figures)

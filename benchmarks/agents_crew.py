@@ -81,6 +81,7 @@ class Crew:
 
     def __init__(self, path: Path) -> None:
         self.members: dict[str, Member] = {}  # by node
+        self.begun = 0
         self.ended = 0
         self._generations: dict[int, Generation] = {}
         self._is_closing = False
@@ -131,8 +132,11 @@ class Crew:
             self._forget(member)
             return
         member.name = data.decode()
-        member.control = socket.socket(fileno=fds[0])
         self.members[node_of(member.name)] = member
+        self.begun += 1
+        if not fds:
+            return  # of torchrun
+        member.control = socket.socket(fileno=fds[0])
         self._selector.register(member.control, selectors.EVENT_READ, (member, True))
         member.say(Attach(member.name, 0))
         member.say(Ready(f"127.0.0.1:{1 + len(self.members)}"))

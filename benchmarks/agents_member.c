@@ -1,5 +1,6 @@
 /* A worker of benchmarks/agents.py: it connects to its agent, hands that connection to the benchmark, which speaks on
- * it, and ends when the benchmark says so, with the code that it is given. Usage: member SOCKET-OF-THE-BENCHMARK */
+ * it, and ends when the benchmark says so, with the code that it is given. Under torchrun there is no connection to hand
+ * over: it only says which rank it is. Usage: member SOCKET-OF-THE-BENCHMARK */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -19,7 +20,7 @@ static int connected(int kind, const char *path)
 
 int main(int count, char **words)
 {
-	const char *name = getenv("ELAUNCH_WORKER"), *agent = getenv("ELAUNCH_CONTROL");
+	const char *name = getenv("ELAUNCH_WORKER"), *agent = getenv("ELAUNCH_CONTROL"), *rank = getenv("RANK");
 	char place[CMSG_SPACE(sizeof(int))] = {0};
 	unsigned char code;
 	struct iovec text;
@@ -27,9 +28,14 @@ int main(int count, char **words)
 	struct cmsghdr *head;
 	int crew, control;
 
-	if (count != 2 || !name || !agent)
+	if (count != 2 || !rank)
 		return 2;
 	crew = connected(SOCK_SEQPACKET, words[1]);
+	if (!name || !agent) {
+		if (send(crew, rank, strlen(rank), 0) < 0)
+			return 4;
+		return read(crew, &code, 1) == 1 ? code : 5;
+	}
 	control = connected(SOCK_STREAM, agent);
 	text = (struct iovec){(void *)name, strlen(name)};
 	head = CMSG_FIRSTHDR(&message);

@@ -29,8 +29,6 @@ from functools import cached_property
 from urllib.parse import quote, unquote
 
 NAMES_SHOWN = 8  # in a message
-
-
 JOBS_PREFIX = "/elaunch/"
 
 
@@ -422,12 +420,17 @@ class Generation:
     @cached_property
     def nodes(self) -> tuple[str, ...]:
         """Returns the names of the nodes that hold its workers, in order of first appearance."""
-        return tuple(dict.fromkeys(worker.node for worker in self.workers))
+        return tuple(self.of_nodes)
 
     @cached_property
     def node_set(self) -> frozenset[str]:
         """Returns the same names, to look one up."""
         return frozenset(self.nodes)
+
+    @cached_property
+    def of_nodes(self) -> Mapping[str, Sequence[str]]:
+        """Returns the identities of its workers by node, in order of first appearance."""
+        return by_node(self.ids)
 
     def rank(self, worker: str) -> int:
         """Returns the rank of a worker; raises `KeyError` where it is no member."""
@@ -484,11 +487,7 @@ class Result:
 
 
 def is_news(doc: NodeDoc, written: NodeDoc | None) -> bool:
-    """Returns whether a report is to be written at once in the stead of one that was written.
-
-    That its node has heard of another generation is none: all nodes would write at the same moment, and the leader read
-    it all, only to learn that its own word has been heard.
-    """
+    """Returns whether a report is to be written at once. That a generation was heard of can wait: all heard of it."""
     if written is None or doc is written:
         return written is None
     return replace(doc, progress=replace(doc.progress, generation=written.progress.generation)) != written

@@ -79,10 +79,11 @@ class Mailbox:
             self._wake.notify()
 
     def publish(self, doc: NodeDoc) -> None:
-        """Replaces the node's report."""
+        """Replaces the node's report; the same one again, as an agent that looks at its workers has, is nothing."""
         with self._wake:
-            self._doc = doc
-            self._wake.notify()
+            if doc != self._doc:
+                self._doc = doc
+                self._wake.notify()
 
     def show(self, name: str, document: bytes) -> None:
         """Leaves a document to be written; a newer one replaces one that was not written yet."""
