@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import psutil
 
-from benchmarks.agents_crew import Crew, Member, compile_member, find_dead
+from benchmarks.agents_crew import Crew, Member, compile_member, cpu_s, find_dead, wait_calm
 from benchmarks.agents_torchrun import measure_torchrun, rows
 from benchmarks.jobs import JobFailed, TimeLimit, limit_time
 from benchmarks.report import Report, add_arguments
@@ -51,15 +51,6 @@ QUIET = ("--health-policy=off", "--hang-timeout=off")
 """What an agent does for its machine and its workers once or more a second: here all would look at one machine."""
 
 SAMPLE = 12  # agents whose memory, threads and connections are read
-
-
-def cpu_s(pids: Iterable[int]) -> float:
-    """Returns the processor seconds of processes, by the clocks that the kernel keeps of them."""
-    total = 0.0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            total += time.clock_gettime((~pid) << 3 | 2)
-    return total
 
 
 @dataclass
@@ -255,7 +246,7 @@ def _rendezvous(fleet: Fleet, figures: Figures) -> None:
     for name in names:
         fleet.start(name)
     figures.add("start of the agents", time.monotonic() - begin_s)
-    _wait_calm([one.pid for one in fleet.agents.values()])
+    wait_calm([one.pid for one in fleet.agents.values()], START_S)
     figures.add("until they wait", time.monotonic() - begin_s)
     pids = [one.pid for one in fleet.agents.values()]
     before_s, begin_s = cpu_s(pids), time.monotonic()
@@ -365,17 +356,6 @@ def _runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
-
-
-def _wait_calm(pids: list[int], limit_s: float = START_S) -> None:
-    """Waits until agents have done what they can do without etcd: they hardly use processor time any more."""
-    end_s, last_s = time.monotonic() + limit_s, cpu_s(pids)
-    while time.monotonic() < end_s:
-        time.sleep(1.0)
-        now_s = cpu_s(pids)
-        if now_s - last_s < 0.2 + 0.0008 * len(pids):
-            return
-        last_s = now_s
 
 
 def _traffic(endpoint: str) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import statistics
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.agents_crew import Crew, compile_member
+from benchmarks.agents_crew import Crew, compile_member, cpu_s, wait_calm
 from benchmarks.jobs import JobFailed
 from tests.forks import Forked, ForkServer
 
@@ -56,7 +55,7 @@ def measure_torchrun(count: int, restarts: int, port: int) -> dict[str, list[flo
                     str(folder / "crew"),
                 ]
                 if number == 0:
-                    time.sleep(2.0 + 0.05 * count)  # the others wait for it by then
+                    wait_calm([one.pid for one in agents], START_S)  # they wait for it by then
                     before_s = _cpu_s(agents)
                     begin_s = time.monotonic()
                 log = folder / f"t{number}.log"
@@ -88,11 +87,7 @@ def _all_run(crew: Crew, count: int, former: int, limit_s: float, folder: Path) 
 
 
 def _cpu_s(agents: list[Forked]) -> float:
-    total = 0.0
-    for agent in agents:
-        with contextlib.suppress(OSError):
-            total += time.clock_gettime((~agent.pid) << 3 | 2)
-    return total
+    return cpu_s(one.pid for one in agents)
 
 
 def rows(count: int, found: dict[str, list[float]]) -> list[dict[str, str | int | float]]:
