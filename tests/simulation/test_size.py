@@ -18,6 +18,7 @@ from elaunch.rendezvous.memory import MemoryStore
 from elaunch.rendezvous.participant import Participant
 from elaunch.rendezvous.store import Prefixes, WatchEvent
 from elaunch.rendezvous.view import MembershipSettings
+from elaunch.workers.barrier import StepRecord
 from elaunch.workers.comm.group import Group, neighbours
 from elaunch.workers.comm.transport import Transport
 from tests.helpers import wait_until
@@ -243,7 +244,7 @@ class Carrier:
 def test_a_barrier_of_many_workers_is_few_hops_and_few_bytes_for_each(workers: int, hops: int) -> None:
     wire, members = Wire(), tuple(f"w{number}" for number in range(workers))
     groups = [Group(cast(Transport, Carrier(wire, worker)), 1, members) for worker in members]
-    record = bytes(200)  # about that of a StepRecord, which does not grow with the members
+    record = StepRecord.at(3, generation=(5, 5)).pack()
     for group in reversed(groups[1:]):
         with pytest.raises(NotYet):  # its parent is not there yet
             group.reduce_bytes(record, lambda parts: parts[0])
@@ -252,5 +253,5 @@ def test_a_barrier_of_many_workers_is_few_hops_and_few_bytes_for_each(workers: i
     assert len(wire.sent) == 2 * (workers - 1)
     by_sender = Counter(sender for sender, _, _ in wire.sent)
     assert max(by_sender.values()) == 9, "one to its parent, and one to each of eight children"
-    assert {len(body) for _, body in wire.sent.values()} == {len(record)}
+    assert {len(body) for _, body in wire.sent.values()} == {672}, "as docs/architecture.md has it"
     assert max(len(neighbours(members, members[number])) for number in (0, 1, workers - 1)) <= 11
