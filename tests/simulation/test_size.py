@@ -244,7 +244,7 @@ class Carrier:
 def test_a_barrier_of_many_workers_is_few_hops_and_few_bytes_for_each(workers: int, hops: int) -> None:
     wire, members = Wire(), tuple(f"w{number}" for number in range(workers))
     groups = [Group(cast(Transport, Carrier(wire, worker)), 1, members) for worker in members]
-    record = StepRecord.at(3, generation=(5, 5)).pack()
+    record = StepRecord((5, 5), (3, 3)).pack()
     for group in reversed(groups[1:]):
         with pytest.raises(NotYet):  # its parent is not there yet
             group.reduce_bytes(record, lambda parts: parts[0])
