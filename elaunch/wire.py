@@ -2,7 +2,7 @@
 
     worker -> agent   Attach, Ready, Joined, Progress, Saved, Profiled, Report, Unreachable, Finished,
                       Evict, Leaving, Abandoned
-    agent -> worker   Welcome, Announce, Logged
+    agent -> worker   Welcome, Announce, AnnounceEdit, Logged
 
 A line that is too long, is no JSON or has another version ends the connection with a ProtocolError, and so do numbers
 and texts that no worker has: negative ones, those beyond 63 bits, and halves of a character.
@@ -159,6 +159,13 @@ class Announce:
 
 
 @dataclass(frozen=True, slots=True)
+class AnnounceEdit:
+    """A generation as a `GenerationEdit` (`elaunch.rendezvous.edit`) of the one that was announced before."""
+
+    edit: str
+
+
+@dataclass(frozen=True, slots=True)
 class Logged:
     """The event log has this step, which the worker reported in this generation, and all that it reported before."""
 
@@ -181,6 +188,7 @@ Message = (
     | Leaving
     | Abandoned
     | Announce
+    | AnnounceEdit
     | Logged
 )
 

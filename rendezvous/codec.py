@@ -8,12 +8,13 @@ import json
 import math
 import reprlib
 import types
-from dataclasses import asdict, is_dataclass
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from elaunch.errors import ProtocolError
 
-VERSION = 6
+VERSION = 7
 MOST_BYTES = 4 << 20  # of a document that is read; etcd by default takes 1.5 MiB
 MOST = 2**53  # of a number
 LIMITS = {
@@ -23,6 +24,7 @@ LIMITS = {
     "attempt": (0, 2**48),
     "generation": (0, 2**48),
     "number": (0, 2**48),
+    "former": (0, 2**48),
     "reset_generation": (0, 2**48),
     "joined": (0, 2**48),
     "logged": (0, 2**48),
@@ -35,7 +37,7 @@ Document = TypeVar("Document")
 
 def to_json(document: Any) -> bytes:
     """Writes a document with its kind and version. Half of a surrogate pair, as in names of odd files, becomes `?`."""
-    body = asdict(document)
+    body = _plain_form(document)
     body.pop("order", None)
     text = json.dumps(
         {"kind": type(document).__name__, "v": VERSION, **body}, separators=(",", ":"), ensure_ascii=False
@@ -60,7 +62,8 @@ def from_json(kind: type[Document], data: bytes) -> Document:
             "all nodes of a job must run the same version of elaunch"
         )
     try:
-        document: Document = _build(kind, body)
+        wanted: Any = kind
+        document: Document = _reader(wanted)(body)
     except (TypeError, ValueError, KeyError, OverflowError) as error:
         raise ProtocolError(f"damaged {kind.__name__} document: {_plain(error)}") from error
     return document
@@ -89,54 +92,123 @@ def _plain(value: object) -> str:
     return str(value).encode("ascii", "backslashreplace").decode()[:200]
 
 
+def _plain_form(value: Any) -> Any:
+    """Returns a document as dictionaries, lists and scalars; its parts may be shared, for nobody changes them."""
+    if isinstance(value, tuple):
+        return [_plain_form(item) for item in value]
+    kind: Any = type(value)
+    names = _names(kind)
+    return value if names is None else {name: _plain_form(getattr(value, name)) for name in names}
+
+
 @functools.cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    """Returns the types of a document's fields. Finding them for each of thousands of workers would take seconds."""
-    return get_type_hints(kind)
+def _names(kind: Any) -> tuple[str, ...] | None:
+    """Returns the names of a dataclass's fields; None where the type is none."""
+    return tuple(each.name for each in fields(kind)) if is_dataclass(kind) else None
 
 
-def _build(kind: Any, value: Any) -> Any:
-    """Checks a JSON value against a type and builds that type: dataclasses, enums, tuples, unions and plain scalars."""
+Read = Callable[[Any], Any]
+"""Checks a JSON value and makes what it stands for; raises `TypeError` or `ValueError`."""
+
+
+@functools.cache
+def _reader(kind: Any) -> Read:
+    """Returns what reads a type: dataclasses, enums, tuples, unions and plain scalars.
+
+    It is put together once. To look at the type of each field of each of thousands of workers would take seconds.
+    """
     if is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(value, dict):
-            raise TypeError(f"{kind.__name__} is {_shown(value)}")
-        hints = _hints(kind)
-        unknown = set(value) - set(hints)
-        if unknown:
-            raise ValueError(f"unknown fields {_shown(sorted(unknown))}")
-        return kind(**{name: _bounded(name, _build(hints[name], item)) for name, item in value.items()})
+        return _document_reader(kind)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        if not isinstance(value, str):
-            raise TypeError(f"expected {kind.__name__}, found {_shown(value)}")
-        return kind(value)
+        return functools.partial(_read_enum, kind)
     if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise TypeError(f"expected a list, found {_shown(value)}")
         kinds = get_args(kind)
         if len(kinds) == 2 and kinds[1] is not ...:
-            if len(value) != 2:
-                raise ValueError(f"expected a pair, found {_shown(value)}")
-            return _build(kinds[0], value[0]), _build(kinds[1], value[1])
-        return tuple(_build(kinds[0], item) for item in value)
+            return functools.partial(_read_pair, _reader(kinds[0]), _reader(kinds[1]))
+        return functools.partial(_read_list, _reader(kinds[0]))
     if get_origin(kind) is types.UnionType:
-        if value is None:
-            return None
-        return _build(next(arg for arg in get_args(kind) if arg is not type(None)), value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        read = _reader(next(arg for arg in get_args(kind) if arg is not type(None)))
+        return lambda value: None if value is None else read(value)
+    return {str: _read_text, int: _read_whole, float: _read_number, bool: _read_bool}[kind]
+
+
+def _document_reader(kind: type[Any]) -> Read:
+    hints = get_type_hints(kind)
+    readers = {each.name: _field_reader(each.name, hints[each.name]) for each in fields(kind)}
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise TypeError(f"{kind.__name__} is {_shown(value)}")
+        if not value.keys() <= readers.keys():
+            raise ValueError(f"unknown fields {_shown(sorted(value.keys() - readers.keys()))}")
+        return kind(**{name: readers[name](item) for name, item in value.items()})
+
+    return read
+
+
+def _field_reader(name: str, kind: Any) -> Read:
+    """Returns what reads a field: a number that would hurt is refused, for one makes a list of so many, or counts on.
+
+    Numbers are bounded where they are a field, or may be left out of one; not in lists.
+    """
+    if not {int, float}.intersection((kind, *get_args(kind))) or get_origin(kind) is tuple:
+        return _reader(kind)
+    read, (least, most) = _reader(kind), LIMITS.get(name, (-MOST, MOST))
+
+    def read_bounded(value: Any) -> Any:
+        number = read(value)
+        if isinstance(number, int) and not least <= number <= most:
+            raise ValueError(f"{name} is {_shown(number)}, expected {least} to {most}")
+        return number
+
+    return read_bounded
+
+
+def _read_enum(kind: type[enum.Enum], value: Any) -> enum.Enum:
+    if not isinstance(value, str):
         raise TypeError(f"expected {kind.__name__}, found {_shown(value)}")
-    if kind is str:
+    return kind(value)
+
+
+def _read_list(read: Read, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, found {_shown(value)}")
+    return tuple(map(read, value))
+
+
+def _read_pair(first: Read, second: Read, value: Any) -> tuple[Any, Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, found {_shown(value)}")
+    if len(value) != 2:
+        raise ValueError(f"expected a pair, found {_shown(value)}")
+    return first(value[0]), second(value[1])
+
+
+def _read_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected str, found {_shown(value)}")
+    if not value.isascii():
         value.encode()  # half of a surrogate pair cannot be written again
-    elif kind is float and not math.isfinite(value):
-        raise ValueError(f"{value} is no time")
     return value
 
 
-def _bounded(name: str, value: Any) -> Any:
-    """Refuses a number that would hurt: one makes a list of so many, or counts on from it."""
+def _read_bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"expected bool, found {_shown(value)}")
+    return value
+
+
+def _read_whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"expected int, found {_shown(value)}")
+    return value
+
+
+def _read_number(value: Any) -> float:
     if isinstance(value, int) and not isinstance(value, bool):
-        least, most = LIMITS.get(name, (-MOST, MOST))
-        if not least <= value <= most:
-            raise ValueError(f"{name} is {_shown(value)}, expected {least} to {most}")
+        value = float(value)
+    if not isinstance(value, float):
+        raise TypeError(f"expected float, found {_shown(value)}")
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no time")
     return value

@@ -57,10 +57,10 @@ def _decide(view: View, now_s: float, settings: MembershipSettings) -> LeaderDec
     generation = view.generation
     if generation is None or generation.stage is GenerationStage.ASSEMBLE:
         return _assemble(view, nodes, now_s, settings)
-    if generation.nodes and all(_finished(nodes, name) for name in generation.nodes):
+    if generation.nodes and generation.node_set <= {doc.node for doc in nodes if doc.summary.finished}:
         return LeaderDecision("all nodes have finished", result=Result(True, "all workers have finished"))
     for doc in nodes:
-        if doc.summary.abandoned and doc.node in generation.nodes and doc.progress.attempt == generation.attempt:
+        if doc.summary.abandoned and doc.node in generation.node_set and doc.progress.attempt == generation.attempt:
             return LeaderDecision("the job is abandoned", result=Result(False, doc.summary.abandoned))
     spares = held(view, settings)
     concerned = [doc for doc in nodes if doc.node not in spares]
@@ -110,10 +110,6 @@ def to_leave(
     return sick | dict.fromkeys(surplus(view, most, sick), text)
 
 
-def _finished(nodes: tuple[NodeDoc, ...], name: str) -> bool:
-    return any(doc.node == name and doc.summary.finished for doc in nodes)
-
-
 def _assemble(view: View, nodes: tuple[NodeDoc, ...], now_s: float, settings: MembershipSettings) -> LeaderDecision:
     """Waits for the nodes, then lets each start its workers."""
     former = view.generation
@@ -159,9 +155,9 @@ def _plain(
     failed = [
         doc
         for doc in nodes
-        if doc.summary.failed and doc.progress.attempt == generation.attempt and doc.node in generation.nodes
+        if doc.summary.failed and doc.progress.attempt == generation.attempt and doc.node in generation.node_set
     ]
-    missing = set(generation.nodes) - set(present)
+    missing = generation.node_set - present.keys()
     absent = tuple(node for node in missing if not absence_in_doubt(view, now_s, settings, node))
     if failed or absent:
         first = min(failed, key=lambda doc: doc.cause_t) if failed else None
@@ -171,13 +167,13 @@ def _plain(
             return LeaderDecision(cause, generation=again(view, generation, cause, cause_t, failure=True))
         used = f"after {generation.restarts.count} of {settings.max_restarts or 0} restarts"
         return LeaderDecision(cause, result=Result(False, f"{cause} ({used})"))
-    draining = [doc.node for doc in nodes if doc.draining and doc.node in generation.nodes]
+    draining = [doc.node for doc in nodes if doc.draining and doc.node in generation.node_set]
     if len(draining) == len(generation.nodes):
         return LeaderDecision(ALL_LEAVE, result=Result(False, ALL_LEAVE))
     if draining:
         cause, leaving = f"node {', '.join(draining)} leaves", tuple(draining)
         return LeaderDecision(cause, generation=again(view, generation, cause, 0.0, failure=False, leaving=leaving))
-    waiting = [doc.node for doc in nodes if doc.node not in generation.nodes and not doc.draining]
+    waiting = [doc.node for doc in nodes if doc.node not in generation.node_set and not doc.draining]
     if waiting and len(generation.nodes) < settings.max_nodes and not any(doc.summary.finished for doc in nodes):
         grace_s = view.generation_s + settings.attach_s
         if now_s < grace_s:
@@ -203,11 +199,11 @@ def _first_step(
         worker.id
         for doc in present
         for worker in doc.workers
-        if worker.state is WorkerState.STARTING and doc.node in generation.nodes
+        if worker.state is WorkerState.STARTING and doc.node in generation.node_set
     ]
     # Nodes that have not reacted to the start yet.
     starting += [
-        doc.node for doc in present if doc.node in generation.nodes and doc.progress.generation < generation.number
+        doc.node for doc in present if doc.node in generation.node_set and doc.progress.generation < generation.number
     ]
     if len(able) < settings.min_nodes and not starting:
         return _too_few_ready(view, generation, present, len(able), now_s, settings)
@@ -237,7 +233,7 @@ def _too_few_ready(
         count = sum(bool(doc.summary.failed) for doc in present)
         which = "every worker" if not able else f"workers of {count} nodes"
         return LeaderDecision(failed, result=Result(False, f"{which} failed before the first step: {failed}"))
-    late = [doc.node for doc in present if doc.node not in generation.nodes]
+    late = [doc.node for doc in present if doc.node not in generation.node_set]
     if late and len(present) - len(late) < settings.max_nodes:
         cause = f"node {', '.join(late)} joins"
         return LeaderDecision(cause, generation=again(view, generation, cause, 0.0, failure=False))

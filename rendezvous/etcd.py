@@ -29,7 +29,7 @@ from elaunch.rendezvous.cluster.connection import (
 from elaunch.rendezvous.cluster.watch import LOGIN_ATTEMPTS, RETRY_PAUSE_S, EtcdWatch, entry_of, prefix_range
 from elaunch.rendezvous.etcd_trouble import Trouble, advice_on, classify, tls_hint
 from elaunch.rendezvous.security.authority import Pem
-from elaunch.rendezvous.store import Entry, LeaseGone, WatchEvent
+from elaunch.rendezvous.store import Entry, LeaseGone, Prefixes, WatchEvent, as_tuple
 
 _JOIN_S = 1.0
 _SILENT_S = 0.7  # of a cluster's server: an election takes up to 0.6 s; each further attempt is given twice as long
@@ -107,13 +107,17 @@ class EtcdStore:
         answer = self.call(f"get {key!r}", lambda server: server.kv.Range, request, repeatable=True)
         return entry_of(answer.kvs[0]) if answer.kvs else None
 
-    def range(self, prefix: str) -> tuple[list[Entry], int]:
+    def range(self, prefix: Prefixes) -> tuple[list[Entry], int]:
         """Returns all entries under `prefix`, sorted by key, and the revision of the store at which they were read."""
-        first, end = prefix_range(prefix)
-        # Without a sort order, etcd answers in the order of its index, which is that of the keys.
-        request = etcdrpc.RangeRequest(key=first, range_end=end)
-        answer = self.call(f"range {prefix!r}", lambda server: server.kv.Range, request, repeatable=True)
-        return [entry_of(kv) for kv in answer.kvs], int(answer.header.revision)
+        reads = []
+        for one in as_tuple(prefix):
+            first, end = prefix_range(one)
+            # Without a sort order, etcd answers in the order of its index, which is that of the keys.
+            reads.append(etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=first, range_end=end)))
+        request = etcdrpc.TxnRequest(success=reads)
+        answer = self.call(f"range {prefix!r}", lambda server: server.kv.Txn, request, repeatable=True)
+        found = [kv for one in answer.responses for kv in one.response_range.kvs]
+        return [entry_of(kv) for kv in found], int(answer.header.revision)
 
     def next_key(self, prefix: str, start: str) -> str | None:
         """Returns the first key under `prefix` that does not sort before `start`, or None where there is none."""
@@ -131,12 +135,14 @@ class EtcdStore:
     def create(self, key: str, value: bytes, lease: int | None = None) -> bool:
         """Writes the key if it is absent; returns whether it was. Raises `LeaseGone`."""
         put = etcdrpc.PutRequest(key=key.encode(), value=value, lease=lease or 0)
-        return self._put_if(f"create {key!r}", put, 0)
+        return self._put_if(f"create {key!r}", [put], 0)
 
-    def replace(self, key: str, value: bytes, expected_revision: int) -> bool:
+    def replace(self, key: str, value: bytes, expected_revision: int, beside: tuple[str, bytes] | None = None) -> bool:
         """Writes the key if its last change was `expected_revision` (0: it is absent); returns whether it was."""
-        put = etcdrpc.PutRequest(key=key.encode(), value=value, ignore_lease=expected_revision != 0)
-        return self._put_if(f"replace {key!r}", put, expected_revision)
+        puts = [etcdrpc.PutRequest(key=key.encode(), value=value, ignore_lease=expected_revision != 0)]
+        if beside is not None:
+            puts.append(etcdrpc.PutRequest(key=beside[0].encode(), value=beside[1]))
+        return self._put_if(f"replace {key!r}", puts, expected_revision)
 
     def delete(self, key: str) -> bool:
         """Deletes the key; returns whether it was there."""
@@ -166,7 +172,7 @@ class EtcdStore:
 
     def watch(
         self,
-        prefix: str,
+        prefix: Prefixes,
         from_revision: int,
         on_events: Callable[[list[WatchEvent]], None],
         on_error: Callable[[StoreUnavailable], None],
@@ -231,7 +237,9 @@ class EtcdStore:
         for watch in watches:
             watch.leave(server)
 
-    def _put_if(self, what: str, put: Any, expected_revision: int) -> bool:
+    def _put_if(self, what: str, puts: list[Any], expected_revision: int) -> bool:
+        """Makes these changes if the last change of the first one's key was this revision."""
+        put = puts[0]
         request = etcdrpc.TxnRequest(
             compare=[
                 etcdrpc.Compare(
@@ -241,7 +249,7 @@ class EtcdStore:
                     mod_revision=expected_revision,
                 )
             ],
-            success=[etcdrpc.RequestOp(request_put=put)],
+            success=[etcdrpc.RequestOp(request_put=each) for each in puts],
         )
         end_s = time.monotonic() + self.timeout_s
         while True:

@@ -25,6 +25,7 @@ _NAMES = {
     "config",
     "leader",
     "generation",
+    "edit",
     "size",
     "spares",
     "result",
@@ -118,7 +119,7 @@ def is_ours(name: str, own: str, nodes: Collection[str], generation: Generation 
     node = node_of(name.removeprefix("nodes/"))
     if name != f"nodes/{node}":
         return False
-    return node == own or node in nodes or (generation is not None and node in generation.nodes)
+    return node == own or node in nodes or (generation is not None and node in generation.node_set)
 
 
 @dataclass(slots=True)

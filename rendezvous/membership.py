@@ -28,13 +28,12 @@ Any other key is a stranger's. `intake` says what is made of those, and of docum
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from urllib.parse import quote, unquote
 
 NAMES_SHOWN = 8  # in a message
-
-
 JOBS_PREFIX = "/elaunch/"
 
 
@@ -366,7 +365,7 @@ class RequestedPlan:
     request: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Generation:
     """An agreed, numbered, ordered list of workers. A rank is a position in it.
 
@@ -425,19 +424,34 @@ class Generation:
         """Returns the id of the request for that plan; empty before one."""
         return self.requested_plan.request
 
-    @property
+    @cached_property
     def ids(self) -> tuple[str, ...]:
         """Returns the identities of its workers, by rank."""
         return tuple(worker.id for worker in self.workers)
 
-    @property
+    @cached_property
+    def ranks(self) -> Mapping[str, int]:
+        """Returns the ranks of its workers, by identity, in their order."""
+        return {worker: rank for rank, worker in enumerate(self.ids)}
+
+    @cached_property
     def nodes(self) -> tuple[str, ...]:
         """Returns the names of the nodes that hold its workers, in order of first appearance."""
-        return tuple(dict.fromkeys(worker.node for worker in self.workers))
+        return tuple(self.of_nodes)
+
+    @cached_property
+    def node_set(self) -> frozenset[str]:
+        """Returns the same names, to look one up."""
+        return frozenset(self.nodes)
+
+    @cached_property
+    def of_nodes(self) -> Mapping[str, Sequence[str]]:
+        """Returns the identities of its workers by node, in order of first appearance."""
+        return by_node(self.ids)
 
     def rank(self, worker: str) -> int:
-        """Returns the rank of a worker; raises `ValueError` where it is no member."""
-        return self.ids.index(worker)
+        """Returns the rank of a worker; raises `KeyError` where it is no member."""
+        return self.ranks[worker]
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,6 +508,13 @@ class Result:
 
     succeeded: bool
     message: str = ""
+
+
+def is_news(doc: NodeDoc, written: NodeDoc | None) -> bool:
+    """Returns whether a report is to be written at once. That a generation was heard of can wait: all heard of it."""
+    if written is None or doc is written:
+        return written is None
+    return replace(doc, progress=replace(doc.progress, generation=written.progress.generation)) != written
 
 
 def with_order(doc: NodeDoc, created: int) -> NodeDoc:

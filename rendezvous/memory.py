@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from elaunch.errors import StoreUnavailable
-from elaunch.rendezvous.store import Entry, LeaseGone, WatchEvent
+from elaunch.rendezvous.store import Entry, LeaseGone, Prefixes, WatchEvent, as_tuple
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class _Watch:
     def __init__(
         self,
         session: MemoryStore,
-        prefix: str,
+        prefix: Prefixes,
         from_revision: int,
         on_events: Callable[[list[WatchEvent]], None],
         on_error: Callable[[StoreUnavailable], None],
@@ -75,15 +75,19 @@ class _Data:
     def write(self, key: str, value: bytes, lease: int | None) -> int:
         if lease is not None and lease not in self.leases:
             raise LeaseGone(f"put {key!r}: lease {lease} is gone; join again with a new one")
+        return self.write_all([(key, value, lease)])
+
+    def write_all(self, changes: list[tuple[str, bytes, int | None]]) -> int:
+        """Writes keys in one revision."""
         self.revision += 1
-        old = self.entries.get(key)
-        entry = Entry(key, value, self.revision, old.created if old else self.revision)
-        self.entries[key] = entry
-        self.bound.pop(key, None)
-        if lease is not None:
-            self.bound[key] = lease
-        self._publish([WatchEvent(key, value, entry.revision, entry.created)])
-        return entry.revision
+        for key, value, lease in changes:
+            old = self.entries.get(key)
+            self.entries[key] = Entry(key, value, self.revision, old.created if old else self.revision)
+            self.bound.pop(key, None)
+            if lease is not None:
+                self.bound[key] = lease
+        self._publish([self.entries[key].as_event() for key, _, _ in changes])
+        return self.revision
 
     def remove(self, keys: Iterable[str]) -> None:
         """Deletes `keys` in one revision, as etcd does when a lease ends."""
@@ -171,11 +175,12 @@ class MemoryStore:
         with self._data.lock:
             return self._open(f"get {key!r}").entries.get(key)
 
-    def range(self, prefix: str) -> tuple[list[Entry], int]:
+    def range(self, prefix: Prefixes) -> tuple[list[Entry], int]:
         """Returns all entries under `prefix`, sorted by key, and the revision of the store."""
         with self._data.lock:
             data = self._open(f"range {prefix!r}")
-            return [data.entries[key] for key in sorted(data.entries) if key.startswith(prefix)], data.revision
+            keys, prefixes = sorted(data.entries), as_tuple(prefix)
+            return [data.entries[key] for one in prefixes for key in keys if key.startswith(one)], data.revision
 
     def next_key(self, prefix: str, start: str) -> str | None:
         """Returns the first key under `prefix` that does not sort before `start`, or None where there is none."""
@@ -197,14 +202,15 @@ class MemoryStore:
             data.write(key, value, lease)
             return True
 
-    def replace(self, key: str, value: bytes, expected_revision: int) -> bool:
+    def replace(self, key: str, value: bytes, expected_revision: int, beside: tuple[str, bytes] | None = None) -> bool:
         """Writes the key if its last change was `expected_revision` (0: it is absent); returns whether it was."""
         with self._data.lock:
             data = self._open(f"replace {key!r}")
             entry = data.entries.get(key)
             if (entry.revision if entry else 0) != expected_revision:
                 return False
-            data.write(key, value, data.bound.get(key))
+            others = [] if beside is None else [(*beside, None)]
+            data.write_all([(key, value, data.bound.get(key)), *others])
             return True
 
     def delete(self, key: str) -> bool:
@@ -241,7 +247,7 @@ class MemoryStore:
 
     def watch(
         self,
-        prefix: str,
+        prefix: Prefixes,
         from_revision: int,
         on_events: Callable[[list[WatchEvent]], None],
         on_error: Callable[[StoreUnavailable], None],

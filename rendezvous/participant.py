@@ -16,7 +16,7 @@ from collections.abc import Callable
 from elaunch.errors import ElaunchError, LaunchError, StoreUnavailable
 from elaunch.rendezvous.etcd_trouble import gave_up, why_away
 from elaunch.rendezvous.intake import read_text
-from elaunch.rendezvous.membership import DrainRequest, GenerationStage, JobConfig, NodeDoc
+from elaunch.rendezvous.membership import DrainRequest, GenerationStage, JobConfig, NodeDoc, is_news
 from elaunch.rendezvous.node.founder import PAUSE_S, Founder, FoundingSettings, StoreLeft
 from elaunch.rendezvous.node.leader import Leader
 from elaunch.rendezvous.node.mailbox import Mailbox
@@ -24,7 +24,7 @@ from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.node.reporter import MembershipListener, Reporter
 from elaunch.rendezvous.node.requests import Requests
 from elaunch.rendezvous.node.servers import ServerKeeper, ServerSettings
-from elaunch.rendezvous.node.session import RETRY_S, Entrant, Session, StoreMoved
+from elaunch.rendezvous.node.session import EDIT, RETRY_S, Entrant, Session, StoreMoved
 from elaunch.rendezvous.node.setbacks import Setbacks
 from elaunch.rendezvous.rules.founding import Standing
 from elaunch.rendezvous.store import Store
@@ -81,7 +81,14 @@ class Participant:
         self._setbacks = Setbacks(settings.lease_s / 3)
         self._reporter = reporter = Reporter(listener, self._setbacks)
         self._replica = Replica(job, doc.node, reporter, clock)
-        self._session = Session(open_store, entrant, self._mail, self._replica, reporter, clock)
+        followed = (
+            *(EDIT, "result", "leader", "size"),
+            *(f"requests/{what}/{doc.node}" for what in ("drain", "deadlock")),
+            *(("servers",) if cluster is not None else ()),
+            *(("spares",) if settings.spares else ()),
+            *(("founding", "moved", "left/") if founding is not None else ()),
+        )
+        self._session = Session(open_store, entrant, self._mail, self._replica, reporter, clock, followed)
         self._requests = Requests(self._session, self._replica)
         self._founder = (
             Founder(self._session, self._replica, self._mail, founding, doc.node, settings.lease_s, reporter, clock)
@@ -176,10 +183,8 @@ class Participant:
             self._away_since_s, self._hindrance = None, ""
         if self._founder is not None:
             self._founder.begin()
-            self._session.watch("moved", revision + 1)
         self._leader.follow(entries, revision)
         if self._servers is not None:
-            self._session.watch("servers", revision + 1)
             self._servers.follow()
         self._session.plan_renewal()
         self._replica.in_job = True
@@ -198,14 +203,15 @@ class Participant:
                 raise item
             self._leader.take(item)
         self._look_elsewhere()
-        if mail.doc != self._session.written:
+        is_due = self._clock() >= self._session.lease.due_s
+        if is_news(mail.doc, self._session.written) or (is_due and mail.doc != self._session.written):
             self._session.write(mail.doc)
         for name, document in mail.shown.items():
             self._session.write_shown(name, document)
         if mail.drain_all is not None:
             self._requests.drain_all(mail.drain_all)
             self._mail.drained_all(mail.drain_all)
-        if self._clock() >= self._session.lease.due_s and self._session.renew():
+        if is_due and self._session.renew():
             self._look_again()
         if self._mail.take_suspicion():
             self._leader.replace_dead_leader()

@@ -42,6 +42,15 @@ class LeaseGone(StoreUnavailable):
     """The lease ran out or was revoked: what was bound to it is deleted, and a new one must be granted."""
 
 
+Prefixes = str | tuple[str, ...]
+"""What the keys begin with, as `str.startswith` takes it. Several must not overlap."""
+
+
+def as_tuple(prefix: Prefixes) -> tuple[str, ...]:
+    """Returns the prefixes, also where there is one."""
+    return (prefix,) if isinstance(prefix, str) else prefix
+
+
 class Watch(Protocol):
     """A running watch."""
 
@@ -64,8 +73,10 @@ class Store(Protocol):
     def get(self, key: str) -> Entry | None:
         """Returns the entry, or None where the key is absent."""
 
-    def range(self, prefix: str) -> tuple[list[Entry], int]:
+    def range(self, prefix: Prefixes) -> tuple[list[Entry], int]:
         """Returns all entries under `prefix`, sorted by key, and the revision of the store at which they were read.
+
+        Those of several prefixes come in the order of the prefixes, and are read at one revision.
 
         A watch from that revision + 1 sees every later change and no earlier one.
         """
@@ -79,10 +90,11 @@ class Store(Protocol):
     def create(self, key: str, value: bytes, lease: int | None = None) -> bool:
         """Writes the key if it is absent; returns whether it was. Raises `LeaseGone`."""
 
-    def replace(self, key: str, value: bytes, expected_revision: int) -> bool:
+    def replace(self, key: str, value: bytes, expected_revision: int, beside: tuple[str, bytes] | None = None) -> bool:
         """Writes the key if its last change was `expected_revision` (0: it is absent); returns whether it was.
 
-        The key stays bound to the lease that it is bound to.
+        The key stays bound to the lease that it is bound to. `beside`, another key and its value, is written in the
+        same revision, bound to no lease.
         """
 
     def delete(self, key: str) -> bool:
@@ -102,12 +114,14 @@ class Store(Protocol):
 
     def watch(
         self,
-        prefix: str,
+        prefix: Prefixes,
         from_revision: int,
         on_events: Callable[[list[WatchEvent]], None],
         on_error: Callable[[StoreUnavailable], None],
     ) -> Watch:
         """Delivers every event under `prefix` from `from_revision` (>= 1) on, in order, in the batches of the server.
+
+        Of several prefixes, the order is that of each.
 
         `on_error` is called at most once, and nothing comes after it: the connection or the server was lost, or the
         events are too old to be replayed. The caller then reads with `range` and watches again. The callbacks come

@@ -18,7 +18,7 @@ import socket
 import struct
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
 from elaunch.rendezvous.cluster.servers import EtcdServer, EtcdServers
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.conf import parse_conf, parse_endpoints
+from elaunch.rendezvous.edit import GenerationEdit, edit_between
 from elaunch.rendezvous.membership import (
     BrokenLink,
     Cut,
@@ -242,6 +243,7 @@ MESSAGES: list[wire.Message] = [
     wire.Unreachable(7, "b/0#0", refused=False),
     wire.Evict(True, "it is slow"),
     wire.Announce(to_json(GENERATION).decode()),
+    wire.AnnounceEdit(to_json(edit_between(replace(GENERATION, number=6, workers=()), GENERATION)).decode()),
 ]
 FRAME = link_wire.pack_header(link_wire.Header(link_wire.LAST, 0, 3, 7, 5)) + b"12345"
 RECORD = {"message": {"message": "boom", "extraInfo": {"py_callstack": "Traceback", "timestamp": "1700000000"}}}
@@ -293,6 +295,7 @@ PARSERS = [
     Parser("agent and worker", agent_messages, ProtocolError, [wire.encode(message) for message in MESSAGES]),
     document(NodeDoc, NODE),
     document(Generation, GENERATION),
+    document(GenerationEdit, edit_between(replace(GENERATION, number=6), GENERATION)),
     document(JobConfig, JobConfig(1, 3, None, "secret", (("--consistency", "bitwise"),))),
     document(JobSize, JobSize("1", 1, 3, 1.7e9)),
     document(PlanRequest, PlanRequest("1", 7, "plan", 1.7e9)),

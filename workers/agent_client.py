@@ -18,12 +18,14 @@ from typing import Any, Protocol
 
 from elaunch import threads
 from elaunch.detect import hang
-from elaunch.errors import JobFailed
+from elaunch.errors import JobFailed, ProtocolError
 from elaunch.failures import ERROR_FILE, record_own_error
 from elaunch.rendezvous.codec import from_json
+from elaunch.rendezvous.edit import GenerationEdit, follow
 from elaunch.rendezvous.membership import Generation, GenerationStage, Master, Worker
 from elaunch.wire import (
     Announce,
+    AnnounceEdit,
     Attach,
     LineBuffer,
     Logged,
@@ -106,6 +108,7 @@ class AgentClient:
         self._on_generation: Callable[[Generation], None] = lambda generation: None
         self._changed = threading.Condition()
         self._newest: Generation | None = None
+        self._announced: Generation | None = None  # of whichever stage
         self.logged: Logged | None = None
         self._ended = False
         self._closing = threading.Event()
@@ -264,14 +267,30 @@ class AgentClient:
                 with self._changed:
                     self.logged = message
                     self._changed.notify_all()
-            if not isinstance(message, Announce):
+            if isinstance(message, Announce):
+                generation = from_json(Generation, message.generation.encode())
+            elif isinstance(message, AnnounceEdit):
+                generation = self._edited(message)
+            else:
                 continue
-            generation = from_json(Generation, message.generation.encode())
+            self._announced = generation
             if generation.stage is GenerationStage.TRAIN and generation.number > self._generation():
                 with self._changed:
                     self._newest = generation
                     self._changed.notify_all()
                 self._on_generation(generation)
+
+    def _edited(self, message: AnnounceEdit) -> Generation:
+        """Returns the generation that follows from the one before.
+
+        Raises:
+            ProtocolError: it does not.
+        """
+        generation = follow(self._announced, from_json(GenerationEdit, message.edit.encode()))
+        if generation is None:
+            known = "none" if self._announced is None else str(self._announced.number)
+            raise ProtocolError(f"the agent has announced what does not follow from generation {known}")
+        return generation
 
     def _end(self) -> None:
         with self._changed:

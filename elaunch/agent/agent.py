@@ -34,11 +34,9 @@ from elaunch.detect.watchdog import Watchdog
 from elaunch.errors import ElaunchError, ProtocolError
 from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.cluster.standings import answer
-from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.security.identity import NodeIdentity
 from elaunch.rendezvous.store import Store
-from elaunch.wire import Announce
 
 ALL_LEAVE = signal.SIGUSR2
 HAND_OVER_S = 5.0
@@ -364,7 +362,7 @@ class Agent:
                 case Tell():
                     connection = self._control.connections.get(action.worker)
                     if connection is not None:
-                        connection.send(Announce(to_json(action.generation).decode()))
+                        connection.announce(action.generation)
                 case Warm():
                     self._starter.warm()
                 case Say():

@@ -17,7 +17,10 @@ from collections.abc import Callable
 
 from elaunch.accepting import Accepting
 from elaunch.errors import ProtocolError
-from elaunch.wire import LineBuffer, Message, decode, encode
+from elaunch.rendezvous.codec import to_json
+from elaunch.rendezvous.edit import edit_between
+from elaunch.rendezvous.membership import Generation
+from elaunch.wire import Announce, AnnounceEdit, LineBuffer, Message, decode, encode
 
 MAX_FDS = 2
 """They come with the first message; the kernel drops what is more."""
@@ -54,6 +57,7 @@ class ControlConnection:
         self._lines = LineBuffer(FIRST_LINE_BYTES)
         self._unsent = b""
         self._fds: list[int] = []
+        self._announced: Generation | None = None
         self.worker = ""
         self.pid = pid
         self.since_s = time.monotonic()
@@ -89,6 +93,12 @@ class ControlConnection:
             self._server.complain(f"{self}: it does not read what it is sent; its connection is closed")
             self.close()
         self.flush()
+
+    def announce(self, generation: Generation) -> None:
+        """Sends a generation, or what has changed since the one that was sent before."""
+        edit = edit_between(self._announced, generation)
+        self._announced = generation
+        self.send(AnnounceEdit(to_json(edit).decode()) if edit.former else Announce(to_json(generation).decode()))
 
     def flush(self) -> None:
         """Sends more of what waits. A connection that is broken is closed."""

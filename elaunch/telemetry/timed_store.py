@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from elaunch.errors import ElaunchError, StoreUnavailable
-from elaunch.rendezvous.store import Entry, Store, Watch, WatchEvent
+from elaunch.rendezvous.store import Entry, Prefixes, Store, Watch, WatchEvent
 from elaunch.telemetry.tally import Distribution
 
 Answer = TypeVar("Answer")
@@ -61,7 +61,7 @@ class TimedStore:
         """See Store."""
         return self._times.call("get", lambda: self._store.get(key))
 
-    def range(self, prefix: str) -> tuple[list[Entry], int]:
+    def range(self, prefix: Prefixes) -> tuple[list[Entry], int]:
         """See Store."""
         return self._times.call("range", lambda: self._store.range(prefix))
 
@@ -77,9 +77,9 @@ class TimedStore:
         """See Store."""
         return self._times.call("txn", lambda: self._store.create(key, value, lease))
 
-    def replace(self, key: str, value: bytes, expected_revision: int) -> bool:
+    def replace(self, key: str, value: bytes, expected_revision: int, beside: tuple[str, bytes] | None = None) -> bool:
         """See Store."""
-        return self._times.call("txn", lambda: self._store.replace(key, value, expected_revision))
+        return self._times.call("txn", lambda: self._store.replace(key, value, expected_revision, beside))
 
     def delete(self, key: str) -> bool:
         """See Store."""
@@ -99,7 +99,7 @@ class TimedStore:
 
     def watch(
         self,
-        prefix: str,
+        prefix: Prefixes,
         from_revision: int,
         on_events: Callable[[list[WatchEvent]], None],
         on_error: Callable[[StoreUnavailable], None],

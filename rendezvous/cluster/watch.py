@@ -13,7 +13,7 @@ from pyetcd import etcdrpc
 from elaunch.errors import StoreUnavailable
 from elaunch.rendezvous.cluster.connection import Metadata, ServerConnection, status_of
 from elaunch.rendezvous.etcd_trouble import Trouble, classify
-from elaunch.rendezvous.store import Entry, WatchEvent
+from elaunch.rendezvous.store import Entry, Prefixes, WatchEvent, as_tuple
 
 if TYPE_CHECKING:
     from elaunch.rendezvous.etcd import EtcdStore
@@ -26,19 +26,22 @@ _REQUIRE_LEADER = ("hasleader", "true")
 
 
 class EtcdWatch:
-    """One watch: a stream of its own and the daemon thread that reads it."""
+    """One watch of one prefix or several: a stream of its own and the daemon thread that reads it.
+
+    A stream costs an idle process more than all else that it does: grpc wakes who reads one ten times a second.
+    """
 
     def __init__(
         self,
         store: EtcdStore,
-        prefix: str,
+        prefix: Prefixes,
         from_revision: int,
         on_events: Callable[[list[WatchEvent]], None],
         on_error: Callable[[StoreUnavailable], None],
     ) -> None:
         self._store = store
         self._prefix = prefix
-        self._next_revision = from_revision
+        self._next = dict.fromkeys(as_tuple(prefix), from_revision)  # revisions, by prefix
         self._on_events = on_events
         self._on_error = on_error
         self._cancelled = threading.Event()
@@ -47,7 +50,7 @@ class EtcdWatch:
         self._server: ServerConnection | None = None
         self._heard_s: float | None = None  # since when no server has delivered
         self._is_compacted = False
-        self._thread = threading.Thread(target=self._run, name=f"elaunch-watch {prefix}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"elaunch-watch {as_tuple(prefix)[0]}", daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -138,25 +141,31 @@ class EtcdWatch:
         return problem
 
     def _requests(self, ended: threading.Event) -> Iterator[Any]:
-        """Sends the one request, then keeps our half of the stream open until it has ended."""
-        first, end = prefix_range(self._prefix)
-        create = etcdrpc.WatchCreateRequest(key=first, range_end=end, start_revision=self._next_revision)
-        yield etcdrpc.WatchRequest(create_request=create)
+        """Sends the requests, then keeps our half of the stream open until it has ended."""
+        for prefix, revision in self._next.items():
+            first, end = prefix_range(prefix)
+            create = etcdrpc.WatchCreateRequest(key=first, range_end=end, start_revision=revision)
+            yield etcdrpc.WatchRequest(create_request=create)
         ended.wait()
 
     def _deliver_all(self, answers: Any) -> str:
+        new = iter(self._next)
+        prefixes: dict[int, str] = {}  # by the number of the watch, which etcd answers in the order of the requests
         for answer in answers:
             if self._cancelled.is_set():
                 return "cancelled"
+            if answer.created:
+                prefixes[answer.watch_id] = next(new)
             if answer.compact_revision:
                 self._is_compacted = True
-                return f"revision {self._next_revision} was compacted (at {answer.compact_revision}); read again"
+                revision = self._next[prefixes[answer.watch_id]]
+                return f"revision {revision} was compacted (at {answer.compact_revision}); read again"
             if answer.canceled:
                 return str(answer.cancel_reason) or "etcd cancelled it"
             self._heard_s = None
             events = [_event(event) for event in answer.events]
             if events:
-                self._next_revision = events[-1].revision + 1
+                self._next[prefixes[answer.watch_id]] = events[-1].revision + 1
                 self._on_events(events)
         return "etcd ended the stream"
 

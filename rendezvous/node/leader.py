@@ -12,21 +12,22 @@ from elaunch.errors import ElaunchError
 from elaunch.rendezvous.cluster.standings import AT_ONCE
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.decide import decide, to_leave
+from elaunch.rendezvous.edit import edit_between
 from elaunch.rendezvous.intake import read_name, read_reports
-from elaunch.rendezvous.membership import Generation, HeldSpares, Result
+from elaunch.rendezvous.membership import Generation, HeldSpares, JobSize, Result
 from elaunch.rendezvous.node.replica import Duty, Replica
 from elaunch.rendezvous.node.reporter import Reporter
 from elaunch.rendezvous.node.requests import Requests
-from elaunch.rendezvous.node.session import RESULT_TTL_S, Session
+from elaunch.rendezvous.node.session import EDIT, GENERATION, RESULT_TTL_S, Session
 from elaunch.rendezvous.node.waiting import waiting_text
 from elaunch.rendezvous.rules import deadlock, quorum
 from elaunch.rendezvous.rules.spares import held
 from elaunch.rendezvous.store import Entry, LeaseGone, WatchEvent
-from elaunch.rendezvous.view import MembershipSettings
+from elaunch.rendezvous.view import MembershipSettings, View
 
 PROBE_S = 0.5
 ASK_S = 0.5
-FOLDERS_OF_LEADER = ("nodes/", "requests/", "left/")
+FOLDERS_OF_LEADER = ("nodes/", "requests/", "left/", GENERATION)
 """What only the leader watches."""
 
 
@@ -81,6 +82,8 @@ class Leader:
         self._asked_s = -inf
         self._ask_next = 0
         self._wait = Wait()
+        self._has_shown_damage = False
+        self._decided_by: tuple[View | None, JobSize | None, tuple[str, ...]] = (None, None, ())
         self._wake_s = 0.0  # when to apply the rule next at the latest
         self._spares: tuple[str, ...] | None = None  # as this leader has written them; None: not yet
 
@@ -97,20 +100,17 @@ class Leader:
     # -- documents ------------------------------------------------------------------------------------------------
 
     def follow(self, entries: list[Entry], revision: int) -> None:
-        """Takes all documents as they stand on a new connection, watches them, and leads if nobody else does."""
-        self._read(entries, revision)
+        """Takes what every node follows as it stands on a new connection, watches it, and leads if nobody else does."""
+        self._read(entries, revision, (GENERATION, *self._session.followed))
         leader = next((entry for entry in entries if entry.key == self._replica.prefix + "leader"), None)
-        asked = [f"requests/{what}/{self._node}" for what in ("drain", "deadlock")]
-        spares = ("spares",) if self._settings.spares else ()
-        for name in ("generation", "result", "leader", "size", *spares, *asked):
-            self._session.watch(name, revision + 1)
+        self._session.watch(self._session.followed, revision + 1)
         if leader is None:
             self._campaign()
         elif leader.value == self._node.encode():
             self._begin_to_lead()
         elif "leader" not in self._replica.intake.damaged:
             name = read_name(leader.value)
-            if f"{self._replica.prefix}nodes/{name}" not in {entry.key for entry in entries}:
+            if self._session.get(f"nodes/{name}") is None:
                 self._replica.damage("leader", leader.revision, _no_node_text(name))
 
     def take(self, events: Iterable[WatchEvent]) -> None:
@@ -132,27 +132,34 @@ class Leader:
         for name in list(self._replica.intake.damaged):
             if name == "config":
                 self._session.enter_job()
-            elif name.startswith("nodes/") and not self._watches_all():
+            elif name.startswith(("nodes/", GENERATION)) and not self._watches_all():
                 entry = self._session.get(name)
-                if entry is None:
-                    self._replica.forget_node(name.removeprefix("nodes/"))
-                else:
+                if entry is not None:
                     self.take([entry.as_event()])
+                elif name == GENERATION:
+                    self._replica.accept(name)
+                else:
+                    self._replica.forget_node(name.removeprefix("nodes/"))
 
-    def _read(self, entries: list[Entry], revision: int) -> None:
-        """Takes all documents of the job as they stand at a revision."""
+    def _read(self, entries: list[Entry], revision: int, names: tuple[str, ...] = ("",)) -> None:
+        """Takes documents of the job as they stand at a revision: those whose names begin so, by default all."""
         self._replica.begin_reading()
         # The size first: by it this node knows whether a generation has a place for it.
         entries = sorted(entries, key=lambda entry: entry.key != self._replica.prefix + "size")
         self.take([entry.as_event() for entry in entries])
-        self._replica.end_reading({entry.key.removeprefix(self._replica.prefix) for entry in entries}, revision)
+        found = {entry.key.removeprefix(self._replica.prefix) for entry in entries}
+        self._replica.end_reading(found, revision, names)
 
     def _watches_all(self) -> bool:
-        return all(map(self._session.watches, FOLDERS_OF_LEADER))
+        return self._session.watches(FOLDERS_OF_LEADER)
 
     def _answer(self, duty: Duty, event: WatchEvent) -> None:
         """Does what an event calls for."""
         match duty:
+            case Duty.GENERATION_UNKNOWN:
+                entry = self._session.get(GENERATION)
+                if entry is not None:
+                    self.take([entry.as_event()])
             case Duty.OWN_REPORT:
                 self._session.note_report(event.revision)
             case Duty.GENERATION_DELETED:
@@ -227,8 +234,7 @@ class Leader:
         entries, revision = self._session.range()
         self._read(entries, revision)
         if not self._watches_all():
-            for name in FOLDERS_OF_LEADER:
-                self._session.watch(name, revision + 1)
+            self._session.watch(FOLDERS_OF_LEADER, revision + 1)
         self._replica.begin_to_lead()
         self._requests.begin_to_lead()
         self._session.leadership.leads = True
@@ -247,17 +253,29 @@ class Leader:
         if self._session.leadership.is_due:
             self._session.leadership.is_due = False
             self._campaign()
-        if self.leads and (has_news or self._clock() >= self._wake_s):
+        if self.leads and (self._clock() >= self._wake_s or (has_news and not self._is_decided())):
             self.lead()
 
     def lead(self) -> None:
         """Applies the leader's rule, and writes what it says."""
+        self._apply_rule()
+        self._decided_by = self._replica.view, self._replica.size, tuple(self._replica.intake.damaged)
+
+    def _is_decided(self) -> bool:
+        """Returns whether what is known is still what the rule was applied to: much news is an echo of own writes."""
+        view, size, damaged = self._decided_by
+        replica = self._replica
+        return replica.view is view and replica.size == size and tuple(replica.intake.damaged) == damaged
+
+    def _apply_rule(self) -> None:
         if self._node not in self._replica.nodes:
             # Its lease has ended: it decides nothing about a job that it is not in. Writing its report shows it.
             self._session.written = None
             self._wake_s = self._clock() + 1.0
             return
         damaged = self._replica.intake.damaged
+        if (GENERATION in damaged) != self._has_shown_damage:
+            self._show_damage()
         if damaged:
             self._wait.reason, self._wait.until_s = f"damaged in the store: {', '.join(damaged)}", None
             self._wake_s = self._clock() + 1.0
@@ -292,6 +310,14 @@ class Leader:
         self._asked_s = self._clock()
         if self._replica.view.ended != view.ended:
             self._wake_s = self._asked_s
+
+    def _show_damage(self) -> None:
+        """Has all nodes read the generation, which only this one watches: it is damaged, or in order again."""
+        newest = self._replica.view.generation
+        with suppress(LeaseGone):  # then another node leads by now
+            if newest is not None:
+                self._session.put(EDIT, to_json(edit_between(None, newest)))
+            self._has_shown_damage = not self._has_shown_damage
 
     def tell_waiting(self, has_told: bool, is_due: Callable[[], bool]) -> None:
         """Tells the user what the rule waits for when that is due; other nodes read it in the store.
@@ -337,10 +363,12 @@ class Leader:
 
     def _put_generation(self, generation: Generation) -> bool:
         """Exchanges the generation, unless it has changed since it was seen last; returns whether it did."""
-        is_written = self._session.replace("generation", to_json(generation), self._replica.generation_revision)
+        edit = to_json(edit_between(self._replica.view.generation, generation))
+        revision = self._replica.generation_revision
+        is_written = self._session.replace(GENERATION, to_json(generation), revision, (EDIT, edit))
         if is_written:
             # The watch will say so too; until then the rule must not see the old generation again.
-            entry = self._session.get("generation")
+            entry = self._session.get(GENERATION)
             if entry is not None:
                 self.take([entry.as_event()])
         return is_written

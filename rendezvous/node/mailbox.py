@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from elaunch.errors import StoreUnavailable
-from elaunch.rendezvous.membership import DrainRequest, NodeDoc
+from elaunch.rendezvous.membership import DrainRequest, NodeDoc, is_news
 from elaunch.rendezvous.store import WatchEvent
 
 News = list[WatchEvent] | StoreUnavailable
@@ -79,10 +79,11 @@ class Mailbox:
             self._wake.notify()
 
     def publish(self, doc: NodeDoc) -> None:
-        """Replaces the node's report."""
+        """Replaces the node's report; the same one again, as an agent that looks at its workers has, is nothing."""
         with self._wake:
-            self._doc = doc
-            self._wake.notify()
+            if doc != self._doc:
+                self._doc = doc
+                self._wake.notify()
 
     def show(self, name: str, document: bytes) -> None:
         """Leaves a document to be written; a newer one replaces one that was not written yet."""
@@ -121,13 +122,13 @@ class Mailbox:
         """Waits until there is something to do, and empties the box.
 
         Args:
-            written: the report as it stands in the store; another one in the box is something to do.
+            written: the report as it stands in the store; news in the one in the box are something to do.
             wait_s: how long to wait at most, in seconds; asked only where there is nothing to do yet.
         """
         with self._wake:
             has_wishes = self._shown or self._drain_all is not None or self._suspects_leader
             is_busy = self._news or self._is_stopping or has_wishes
-            if not is_busy and self._doc == written:
+            if not is_busy and not is_news(self._doc, written):
                 self._wake.wait(wait_s())
             mail = Mail(tuple(self._news), self._doc, self._shown, self._drain_all)
             self._news.clear()

@@ -14,6 +14,7 @@ from typing import TypeVar
 from elaunch.errors import ProtocolError
 from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.codec import Document, from_json
+from elaunch.rendezvous.edit import GenerationEdit, follow
 from elaunch.rendezvous.intake import (
     Intake,
     is_known,
@@ -27,6 +28,7 @@ from elaunch.rendezvous.intake import (
 from elaunch.rendezvous.membership import (
     Deadlock,
     DrainRequest,
+    Generation,
     HeldSpares,
     JobSize,
     NodeDoc,
@@ -47,6 +49,7 @@ T = TypeVar("T")
 class Duty(enum.Enum):
     """What an event calls for besides being kept."""
 
+    GENERATION_UNKNOWN = "there is a newer generation, which has to be read as a whole"
     OWN_REPORT = "this node's report was written, maybe by somebody else, or is gone"
     GENERATION_DELETED = "the generation was deleted"
     SIZE_ASKED = "a newer size was asked for"
@@ -142,24 +145,26 @@ class Replica:
         self._revisions.since_connect.clear()
 
     def begin_reading(self) -> None:
-        """Forgets the reports: all documents are about to be taken as they stand."""
+        """Forgets the reports: documents are about to be taken as they stand, of a node that leads all."""
         self._former = dict(self.nodes)
         self.nodes.clear()
         self._revisions.since_read.clear()
         self._revisions.all_read = 0
         self.view = replace(self.view, request=None)
 
-    def end_reading(self, names: Collection[str], revision: int) -> None:
-        """Notes that all documents were taken.
+    def end_reading(self, names: Collection[str], revision: int, asked: tuple[str, ...]) -> None:
+        """Notes that documents were taken.
 
         Args:
             names: of the documents that there are.
             revision: of the store.
+            asked: what the names of all that were read begin with.
         """
         self._revisions.all_read = revision
         self._has_generation = "generation" in names
         for name in self.intake.damaged.keys() - names:
-            self.accept(name)
+            if name.startswith(asked):
+                self.accept(name)
         self.view = replace(self.view, nodes=tuple(self.nodes.values()))
 
     def begin_to_lead(self) -> None:
@@ -240,6 +245,8 @@ class Replica:
             return self._take_node(name.removeprefix("nodes/"), event)
         if name == "generation":
             return self._take_generation(event)
+        if name == "edit":
+            return self._take_edit(event)
         if name == "size":
             return self._take_size(event)
         if name == "requests/size":
@@ -316,18 +323,40 @@ class Replica:
             self.accept("generation")
             return Duty.GENERATION_DELETED
         generation = self.read("generation", event.revision, read_generation, event.value)
-        if generation is None:
+        if generation is not None:
+            self._enter(generation)
+        return None
+
+    def _take_edit(self, event: WatchEvent) -> Duty | None:
+        """Takes what has changed since the generation before; one that cannot be used is made good by the whole."""
+        if event.value is None or self._is_old("edit", event):
             return None
         former = self.view.generation
+        try:
+            edit = from_json(GenerationEdit, event.value)
+        except ProtocolError:
+            return Duty.GENERATION_UNKNOWN
+        if former is not None and edit.former and edit.after.number <= former.number != edit.former:
+            return None
+        generation = follow(former, edit)
+        if generation is None:
+            return Duty.GENERATION_UNKNOWN
+        self.accept("generation")
+        self._enter(generation)
+        return None
+
+    def _enter(self, generation: Generation) -> None:
+        former = self.view.generation
+        if generation == former:
+            return
         begun = self.view.begun and former is not None and former.attempt == generation.attempt
         if former is not None and former.number == generation.number:  # it was only settled, or is brought here anew
             self.view = replace(self.view, generation=generation)
-            return None
+            return
         self.view = replace(self.view, generation=generation, generation_s=self._clock(), pending_s=None, begun=begun)
         if generation.number > self._told_generation:
             self._told_generation = generation.number
             self._reporter.listener.announced(generation)
-        return None
 
     def _take_size(self, event: WatchEvent) -> Duty | None:
         """Takes the size that counts. It stays when its writer goes."""

@@ -15,6 +15,7 @@ from math import inf
 
 from elaunch.errors import ElaunchError, JobFailed, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
 from elaunch.rendezvous.codec import from_json, to_json
+from elaunch.rendezvous.edit import edit_between
 from elaunch.rendezvous.intake import read_reports, read_text
 from elaunch.rendezvous.membership import Generation, JobConfig, NodeDoc, Result, job_prefix, names_text
 from elaunch.rendezvous.node.mailbox import Mailbox
@@ -24,6 +25,7 @@ from elaunch.rendezvous.rules.same_settings import Differences, differences
 from elaunch.rendezvous.store import Entry, LeaseGone, Store, Watch
 from elaunch.waits import Pace
 
+GENERATION, EDIT = "generation", "edit"
 RETRY_S = 0.2
 LINGER_S = 0.2
 LEAST_RENEWAL_S = 1.0  # an election among servers takes most of it
@@ -99,6 +101,7 @@ class Session:
         replica: of the job's documents.
         reporter: for the listener and lines to the user.
         clock: in seconds.
+        followed: names of the documents that every node watches; the edit stands for the generation, which it reads.
 
     Attributes:
         lease: the node's lease.
@@ -116,7 +119,9 @@ class Session:
         replica: Replica,
         reporter: Reporter,
         clock: Callable[[], float],
+        followed: tuple[str, ...],
     ) -> None:
+        self.followed = followed
         self.lease = HeldLease()
         self.leadership = Leadership()
         self.written: NodeDoc | None = None
@@ -131,7 +136,7 @@ class Session:
         self._reporter = reporter
         self._clock = clock
         self._store: Store | None = None
-        self._watches: dict[str, Watch] = {}
+        self._watches: dict[tuple[str, ...], Watch] = {}
         self._written_revision = 0
         self._token = ""
         self._is_present = False
@@ -153,9 +158,9 @@ class Session:
         """Returns a document as it stands."""
         return self.store.get(self._prefix + name)
 
-    def range(self, folder: str = "") -> tuple[list[Entry], int]:
-        """Returns the documents whose names begin so, and the revision of the store."""
-        return self.store.range(self._prefix + folder)
+    def range(self, *folders: str) -> tuple[list[Entry], int]:
+        """Returns the documents whose names begin so, without any all of the job, and the revision of the store."""
+        return self.store.range(tuple(self._prefix + folder for folder in folders) or self._prefix)
 
     def put(self, name: str, value: bytes) -> None:
         """Writes a document, bound to this node's lease; raises `LeaseGone`."""
@@ -165,9 +170,13 @@ class Session:
         """Writes a document if there is none, bound to a lease; returns whether it was; raises `LeaseGone`."""
         return self.store.create(self._prefix + name, value, lease)
 
-    def replace(self, name: str, value: bytes, expected_revision: int) -> bool:
-        """Exchanges a document whose last change was this one (0: there is none); returns whether it was."""
-        return self.store.replace(self._prefix + name, value, expected_revision)
+    def replace(self, name: str, value: bytes, expected_revision: int, beside: tuple[str, bytes] | None = None) -> bool:
+        """Exchanges a document whose last change was this one (0: there is none); returns whether it was.
+
+        `beside`, another document, is written with it.
+        """
+        other = None if beside is None else (self._prefix + beside[0], beside[1])
+        return self.store.replace(self._prefix + name, value, expected_revision, other)
 
     def has_node(self, node: str, address: str) -> bool:
         """Returns whether the report of the agent with this liveness address stands in the store."""
@@ -179,14 +188,14 @@ class Session:
         """Deletes a document."""
         self.store.delete(self._prefix + name)
 
-    def watch(self, name: str, from_revision: int) -> None:
+    def watch(self, names: tuple[str, ...], from_revision: int) -> None:
         """Has all changes of documents whose names begin so delivered to the mailbox."""
-        deliver = self._mail.deliver
-        self._watches[name] = self.store.watch(self._prefix + name, from_revision, deliver, deliver)
+        deliver, prefixes = self._mail.deliver, tuple(self._prefix + name for name in names)
+        self._watches[names] = self.store.watch(prefixes, from_revision, deliver, deliver)
 
-    def watches(self, name: str) -> bool:
-        """Returns whether `watch` was called with this name since the connection was made."""
-        return name in self._watches
+    def watches(self, names: tuple[str, ...]) -> bool:
+        """Returns whether `watch` was called with these names since the connection was made."""
+        return names in self._watches
 
     # -- the connection -------------------------------------------------------------------------------------------
 
@@ -194,12 +203,12 @@ class Session:
         """Connects to the store, joins the job and writes the report.
 
         Returns:
-            all documents of the job, and the revision at which they were read; None: the job is over.
+            the documents that every node follows, and the revision at which they were read; None: the job is over.
 
         Raises:
             ElaunchError: the job takes no more nodes, runs with other settings, has a node of this name, or is damaged.
         """
-        self._store = store = self._open_store()
+        self._store = self._open_store()
         self._replica.begin_connection()
         entry = self.get("result")
         result = self._replica.read_result(entry.revision, entry.value) if entry is not None else None
@@ -216,7 +225,7 @@ class Session:
             self._claim_name()
             self.enter_job()  # until then, a node of other settings could take this for a name that is free
         self.write(self._mail.doc)
-        return store.range(self._prefix)
+        return self.range(GENERATION, *self.followed)
 
     def move(self) -> None:
         """Has the next connection lead to another store, in which this node has neither lease nor report."""
@@ -319,13 +328,14 @@ class Session:
         known = self._replica.view.generation
         if known is None:
             return
-        entry = self.get("generation")
+        entry = self.get(GENERATION)
         try:
             there = from_json(Generation, entry.value).number if entry is not None else 0
         except ProtocolError:
             return  # it is told when it is read
         if there < known.number:
-            self.replace("generation", to_json(known), entry.revision if entry is not None else 0)
+            edit = EDIT, to_json(edit_between(None, known))
+            self.replace(GENERATION, to_json(known), entry.revision if entry is not None else 0, edit)
 
     def _refuse_settings(self, found: Differences, revision: int) -> None:
         """Takes other settings than this node's for damage once it is in the job, and else for a refusal."""

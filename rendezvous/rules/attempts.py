@@ -92,12 +92,12 @@ def begin_again(
 
 def takes_part(doc: NodeDoc, generation: Generation) -> bool:
     """Returns whether its agent is one of those that run this generation; a new one may bear the name of a lost one."""
-    if doc.node not in generation.nodes:
+    if doc.node not in generation.node_set:
         return False
     return (
         generation.stage is GenerationStage.START
         or doc.summary.took_part
-        or any(each.id in generation.ids for each in doc.workers)
+        or any(each.id in generation.ranks for each in doc.workers)
     )
 
 

@@ -36,7 +36,7 @@ def find(view: View) -> Deadlock | None:
     # A node that has not heard of this generation may tell of the one before.
     here = [doc for doc in view.nodes if doc.progress.generation == generation.number]
     stalled = {wait.worker: wait for doc in here for wait in doc.peers.stalled}
-    if not stalled or not stalled.keys() >= set(generation.ids) or len(generation.nodes) < 2:
+    if not stalled or not stalled.keys() >= generation.ranks.keys() or len(generation.nodes) < 2:
         return None
     members = [stalled[worker] for worker in generation.ids]
     chosen = victim(members, holders_of(generation, view.nodes))

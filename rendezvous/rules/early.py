@@ -34,8 +34,8 @@ def same_everywhere(generation: Generation, nodes: Sequence[NodeDoc]) -> LeaderD
 
     Starting them again would end the same way.
     """
-    concerned = [doc for doc in nodes if doc.workers or doc.summary.error or doc.node in generation.nodes]
-    missing = set(generation.nodes) - {doc.node for doc in concerned}
+    concerned = [doc for doc in nodes if doc.workers or doc.summary.error or doc.node in generation.node_set]
+    missing = generation.node_set - {doc.node for doc in concerned}
     if missing or not concerned or generation.restarts.saved is not None:
         return None
     if any(doc.progress.attempt != generation.attempt for doc in concerned):

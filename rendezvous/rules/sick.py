@@ -25,7 +25,7 @@ def sick_to_leave(view: View, min_nodes: int, asked: Collection[str], ready: int
     generation = view.generation
     if generation is None or generation.stage is not GenerationStage.TRAIN or view.result is not None:
         return {}
-    members = [doc for doc in view.nodes if doc.node in generation.nodes and not doc.draining]
+    members = [doc for doc in view.nodes if doc.node in generation.node_set and not doc.draining]
     leaving = [doc for doc in members if doc.node in asked]
     staying = sorted((doc for doc in members if doc.node not in asked), key=lambda doc: (doc.rank, doc.order, doc.node))
     spared = max(0, len(staying) + ready - max(min_nodes, 1))

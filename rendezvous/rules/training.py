@@ -119,7 +119,7 @@ def _fates(
         in_doubt: says of a node that is not here whether it may be alive.
     """
     present = {doc.node: doc for doc in nodes}
-    of_generation = set(generation.nodes)
+    of_generation = generation.node_set
     holders = {doc.node for doc in nodes if any(worker.state is WorkerState.MEMBER for worker in doc.workers)}
     out = left_out([doc.node for doc in nodes if doc.node in of_generation], holders, missing)
     fates = _Fates()
@@ -245,7 +245,7 @@ def _compare(
         staying = {worker.id for worker in (*survivors, *draining)}
         survivors = [worker for worker in (*generation.workers, *back) if worker.id in staying]
         told = [worker for worker in told if worker not in staying]
-    of_generation = set(generation.nodes)
+    of_generation = generation.node_set
     return _Change(
         survivors=tuple(survivors),
         lost=tuple(fates.lost),
@@ -378,7 +378,7 @@ def _replan(view: View, generation: Generation, request: PlanRequest) -> LeaderD
 
 def _closing(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...]) -> LeaderDecision:
     """Ends the job when each member has ended: one has finished, so all have committed the last step."""
-    failed = first_failure(doc for doc in nodes if doc.node in generation.nodes)
+    failed = first_failure(doc for doc in nodes if doc.node in generation.node_set)
     if failed:
         return LeaderDecision(failed, result=Result(False, failed))
     busy = {worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.MEMBER}

@@ -374,9 +374,9 @@ class Moody(MemoryStore):
         self.check(key)
         return super().put(key, value, lease)
 
-    def replace(self, key: str, value: bytes, expected_revision: int) -> bool:
+    def replace(self, key: str, value: bytes, expected_revision: int, beside: tuple[str, bytes] | None = None) -> bool:
         self.check(key)
-        return super().replace(key, value, expected_revision)
+        return super().replace(key, value, expected_revision, beside)
 
     def check(self, key: str) -> None:
         if Moody.refused(key):

@@ -21,7 +21,7 @@ from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.etcd_trouble import Trouble, advice_on, classify, tls_hint
 from elaunch.rendezvous.memory import MemoryStore
-from elaunch.rendezvous.store import Entry, LeaseGone, Store, Watch, WatchEvent
+from elaunch.rendezvous.store import Entry, LeaseGone, Prefixes, Store, Watch, WatchEvent
 from tests.helpers import Spawner, find_free_port, make_certificates, wait_until
 from tests.jobs.plain_etcd import etcdctl
 
@@ -38,7 +38,7 @@ class Inbox:
         self.errors: list[StoreUnavailable] = []
         self.events: list[WatchEvent] = []
 
-    def watch(self, store: Store, prefix: str, from_revision: int) -> Watch:
+    def watch(self, store: Store, prefix: Prefixes, from_revision: int) -> Watch:
         return store.watch(prefix, from_revision, self._batches.put, self.errors.append)
 
     def batch(self) -> list[WatchEvent]:
@@ -108,6 +108,13 @@ class TestKeys:
         assert [entry.key for entry in entries] == [prefix + "nodes/" + name for name in ("a", "a/x", "b", "ä")]
         assert [entry.value.decode() for entry in entries] == ["nodes/a", "nodes/a/x", "nodes/b", "nodes/ä"]
 
+    def test_a_range_of_several_prefixes_is_of_one_revision(self, store: Store, prefix: str) -> None:
+        for name in ("nodes/b", "nodes/a", "leader", "size"):
+            last = store.put(prefix + name, name.encode())
+        entries, revision = store.range((prefix + "size", prefix + "none", prefix + "nodes/"))
+        assert [entry.value for entry in entries] == [b"size", b"nodes/a", b"nodes/b"]
+        assert revision == last
+
     def test_range_of_nothing_is_empty_and_still_has_a_revision(self, store: Store, prefix: str) -> None:
         written = store.put(prefix + "a", b"1")
         assert store.range(prefix + "none/") == ([], written)
@@ -150,6 +157,16 @@ class TestCompareAndSwap:
         assert after is not None
         assert (after.value, after.created) == (b"3", old)
         assert after.revision > entry.revision
+
+    def test_replace_writes_another_key_beside_in_the_same_revision_or_neither(self, store: Store, prefix: str) -> None:
+        first = store.put(prefix + "a", b"1")
+        assert store.replace(prefix + "a", b"2", first, (prefix + "b", b"beside"))
+        a, b = store.get(prefix + "a"), store.get(prefix + "b")
+        assert a is not None
+        assert b is not None
+        assert (a.value, b.value, a.revision) == (b"2", b"beside", b.revision)
+        assert not store.replace(prefix + "a", b"3", first, (prefix + "b", b"late"))
+        assert store.get(prefix + "b") == b
 
     def test_replace_of_revision_zero_means_absent(self, store: Store, prefix: str) -> None:
         assert store.replace(prefix + "a", b"1", 0)
@@ -304,6 +321,19 @@ class TestWatches:
         store.put(prefix + "b/1", b"1")
         assert [event.key for event in a.take(1)] == [prefix + "a/1"]
         assert [event.key for event in b.take(1)] == [prefix + "b/1"]
+
+    def test_one_watch_of_several_prefixes_delivers_each_from_its_revision_on(self, store: Store, prefix: str) -> None:
+        inbox = Inbox()
+        store.put(prefix + "a", b"old")
+        store.put(prefix + "c", b"old")
+        inbox.watch(store, (prefix + "a", prefix + "b/"), revision_of(store))
+        written = [store.put(prefix + name, b"new") for name in ("b/1", "c", "a", "b/2")]
+        events = inbox.take(3)
+        assert sorted((event.revision, event.key.removeprefix(prefix)) for event in events) == [
+            (written[0], "b/1"),
+            (written[2], "a"),
+            (written[3], "b/2"),
+        ]
 
     def test_all_watchers_see_the_same_order_of_several_writers(self, store: Store, prefix: str) -> None:
         inboxes = [Inbox() for _ in range(3)]

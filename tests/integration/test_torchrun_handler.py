@@ -191,9 +191,9 @@ class Deaf(MemoryStore):
             super().create(key, value, lease)
         raise StoreUnavailable("no answer")
 
-    def replace(self, key: str, value: bytes, expected_revision: int) -> bool:
+    def replace(self, key: str, value: bytes, expected_revision: int, beside: tuple[str, bytes] | None = None) -> bool:
         if self.carries_out:
-            super().replace(key, value, expected_revision)
+            super().replace(key, value, expected_revision, beside)
         raise StoreUnavailable("no answer")
 
 

@@ -11,7 +11,7 @@ from elaunch.agent.decisions.actions import Exit, Say, Signal, Start, Tell
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.node_state import NodeSettings
 from elaunch.rendezvous.decide import LeaderDecision, View, decide, to_leave
-from elaunch.rendezvous.membership import Cut, Generation, NodeDoc, PlanRequest, Result, WorkerState
+from elaunch.rendezvous.membership import Cut, Generation, NodeDoc, PlanRequest, Result, WorkerState, is_news
 from elaunch.rendezvous.rules import quorum
 from elaunch.rendezvous.rules.spares import held
 from tests.simulation.control_worker import Worker
@@ -105,9 +105,20 @@ class Node:
 
     def publish(self) -> None:
         doc = self.life.doc()
-        if self.connected and doc != self.written:
-            self.written = doc
-            self.store.put(doc)
+        if not self.connected or doc == self.written:
+            return
+        if is_news(doc, self.written):
+            self._write(doc)
+        else:
+            self.world.at(self.world.settings.lease_s / 3, self._write_late)
+
+    def _write_late(self) -> None:
+        if self.connected and (doc := self.life.doc()) != self.written:
+            self._write(doc)
+
+    def _write(self, doc: NodeDoc) -> None:
+        self.written = doc
+        self.store.put(doc)
 
     def read_generation(self, generation: Generation, revision: int) -> Callable[[], None]:
         def take() -> None:

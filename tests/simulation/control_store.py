@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, TypeVar
 
+from elaunch.rendezvous.edit import edit_between, follow
 from elaunch.rendezvous.membership import Generation, GenerationStage, NodeDoc, PlanRequest, Result, node_of, with_order
 from tests.simulation.transcript import Announced, Reported
 
@@ -130,6 +131,7 @@ class Store:
         if generation.stage is GenerationStage.TRAIN:
             world.members.update(generation.ids)
         self.revision += 1
+        self.check_edit(generation)
         self.generation, self.generation_revision = world.through_json(generation), self.revision
         for node in self.users():
             node.later(node.read_generation(self.generation, self.revision))
@@ -188,6 +190,12 @@ class Store:
             )
         else:
             assert plan == (former.plan, former.plan_request), f"{plan} is no more what was asked for"
+
+    def check_edit(self, generation: Generation) -> None:
+        """Whoever knows the generation before makes this one of it."""
+        edit = self.world.through_json(edit_between(self.generation, generation))
+        if edit.former:
+            assert follow(self.generation, edit) == generation
 
     def end(self, result: Result) -> None:
         if self.result is None:

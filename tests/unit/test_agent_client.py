@@ -14,13 +14,19 @@ import pytest
 
 from elaunch.failures import ERROR_FILE, summary
 from elaunch.rendezvous.codec import to_json
+from elaunch.rendezvous.edit import edit_between
 from elaunch.rendezvous.membership import Generation, GenerationStage
-from elaunch.wire import Announce, Attach, LineBuffer, Message, Progress, Report, Welcome, decode, encode
+from elaunch.wire import Announce, AnnounceEdit, Attach, LineBuffer, Message, Progress, Report, Welcome, decode, encode
 from elaunch.workers.agent_client import AgentClient
 from tests.helpers import ROOT, child_environment
 
 LIMIT_S = 60.0
 TRAIN = encode(Announce(to_json(Generation(2, GenerationStage.TRAIN)).decode()))
+EDIT = encode(
+    AnnounceEdit(
+        to_json(edit_between(Generation(2, GenerationStage.TRAIN), Generation(3, GenerationStage.TRAIN))).decode()
+    )
+)
 
 WORKER = """
 import sys, time
@@ -122,8 +128,10 @@ def test_a_worker_whose_agent_has_hung_up_ends(start: Callable[[str], Worker]) -
         (b"[" * 100_000 + b"\n", "ProtocolError: not a message"),
         (encode(Announce("{}")), "ProtocolError: expected a Generation document"),
         (encode(Announce("[" * 900 + "]" * 900)), "ProtocolError: expected a Generation document"),
+        (encode(AnnounceEdit("{}")), "ProtocolError: expected a GenerationEdit document"),
+        (EDIT, "ProtocolError: the agent has announced what does not follow from generation none"),
     ],
-    ids=range(4),
+    ids=range(6),
 )
 def test_a_worker_that_does_not_understand_its_agent_ends(
     start: Callable[[str], Worker], line: bytes, reason: str

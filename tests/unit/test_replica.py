@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from elaunch.errors import ProtocolError
 from elaunch.rendezvous.codec import to_json
+from elaunch.rendezvous.edit import edit_between
 from elaunch.rendezvous.membership import (
     DrainRequest,
     Generation,
@@ -28,6 +30,10 @@ from tests.unit.documents import changed_report
 
 TRAIN = Generation(3, GenerationStage.TRAIN, (Worker("a/0#0", "a", 0), Worker("b/0#0", "b", 0)))
 MEMBER = NodeDoc("b", "host-b", 1, (NodeWorker("b/0#0", 0, WorkerState.MEMBER),))
+
+
+ALL = ("",)
+AFTER = replace(TRAIN, number=4, workers=(TRAIN.workers[1], Worker("c/0#3", "c", 0, "host-c:1")), cause="c joins")
 
 
 class Heard:
@@ -77,6 +83,9 @@ def node() -> Node:
         ("nodes/b", None, None),
         ("generation", TRAIN, None),
         ("generation", None, Duty.GENERATION_DELETED),
+        ("edit", edit_between(TRAIN, AFTER), Duty.GENERATION_UNKNOWN),
+        ("edit", b"garbage", Duty.GENERATION_UNKNOWN),
+        ("edit", None, None),
         ("size", JobSize("1", 1, 2, 1.0), None),
         ("size", None, Duty.SIZE_DELETED),
         ("requests/size", JobSize("1", 1, 2, 1.0), Duty.SIZE_ASKED),
@@ -128,6 +137,34 @@ def test_a_generation_is_announced_once_however_often_it_is_written(node: Node) 
     assert (node.replica.view.generation, node.replica.generation_revision) == (TRAIN, node.revision)
 
 
+def test_an_edit_makes_the_next_generation_of_the_one_that_is_known(node: Node) -> None:
+    node.takes("generation", TRAIN)
+    assert node.takes("edit", edit_between(TRAIN, AFTER)) is None
+    assert node.heard.news == [("announced", TRAIN), ("announced", AFTER)]
+    assert node.takes("edit", edit_between(TRAIN, AFTER)) is None, "who reads the whole one has it already"
+    assert node.replica.view.generation == AFTER
+
+
+@pytest.mark.parametrize("known", [None, replace(TRAIN, number=2), replace(TRAIN, workers=TRAIN.workers[:1])])
+def test_an_edit_of_a_generation_that_is_not_known_has_the_whole_one_read(node: Node, known: Generation | None) -> None:
+    if known is not None:
+        node.takes("generation", known)
+    assert node.takes("edit", edit_between(TRAIN, AFTER)) is Duty.GENERATION_UNKNOWN
+    assert node.replica.view.generation == known
+    node.takes("generation", AFTER)
+    assert node.replica.view.generation == AFTER
+
+
+def test_a_reading_of_some_documents_says_nothing_of_others(node: Node) -> None:
+    node.takes("generation", TRAIN)
+    for name in ("nodes/b", "size"):
+        node.takes(name, b"garbage")
+    node.replica.begin_reading()
+    node.takes("generation", TRAIN)
+    node.replica.end_reading({"generation"}, node.revision, ("generation", "size"))
+    assert list(node.replica.intake.damaged) == ["nodes/b"]
+
+
 def test_a_generation_that_is_gone_or_damaged_stays_known(node: Node) -> None:
     node.takes("generation", TRAIN)
     node.takes("generation", b"garbage")
@@ -168,7 +205,7 @@ def test_after_a_reading_older_events_of_nodes_and_requests_are_no_news(node: No
     ]
     node.replica.begin_reading()
     node.takes("nodes/b", MEMBER)
-    node.replica.end_reading({"nodes/b"}, node.revision)
+    node.replica.end_reading({"nodes/b"}, node.revision, ALL)
     for event in late:
         node.replica.take(event)
     assert ([doc.node for doc in node.replica.view.nodes], node.replica.view.request) == (["b"], None)
@@ -178,7 +215,7 @@ def test_a_reading_shows_that_damage_has_ended_and_that_the_generation_is_gone(n
     node.takes("generation", TRAIN)
     node.takes("size", b"garbage")
     node.replica.begin_reading()
-    node.replica.end_reading(set(), node.revision)
+    node.replica.end_reading(set(), node.revision, ALL)
     assert not node.replica.intake.damaged
     assert node.replica.generation_revision == 0
     assert "size is in order again" in node.heard.lines()[-1]
@@ -188,7 +225,7 @@ def test_the_last_report_that_could_be_read_counts_also_when_all_is_read_anew(no
     node.takes("nodes/b", MEMBER)
     node.replica.begin_reading()
     node.takes("nodes/b", b"garbage")
-    node.replica.end_reading({"nodes/b"}, node.revision)
+    node.replica.end_reading({"nodes/b"}, node.revision, ALL)
     assert node.replica.view.nodes == (MEMBER,)
     assert list(node.replica.intake.damaged) == ["nodes/b"]
 

@@ -14,6 +14,7 @@ from elaunch.errors import ProtocolError
 from elaunch.wire import (
     Abandoned,
     Announce,
+    AnnounceEdit,
     Attach,
     Evict,
     Finished,
@@ -49,6 +50,7 @@ KINDS: tuple[type[Message], ...] = (
     Leaving,
     Abandoned,
     Announce,
+    AnnounceEdit,
     Logged,
 )
 JSON = st.recursive(

@@ -117,7 +117,7 @@ class Lifecycle:
 
     def _joined(self) -> int:
         """Returns the newest generation that all members of this node have entered; 0 without any."""
-        return self.workers.joined_generation(self.generation.ids if self.generation is not None else ())
+        return self.workers.joined_generation(self.generation.ranks if self.generation is not None else ())
 
     def find(self, worker: str) -> Slot | None:
         """Returns the slot of a worker that this node reports."""
@@ -151,7 +151,7 @@ class Lifecycle:
         return [*actions, *self._tell_that_it_stays()]
 
     def _starting(self, generation: Generation) -> list[Action]:
-        if self.settings.node in generation.nodes:
+        if self.settings.node in generation.node_set:
             news = News(generation=generation, warm=self.settings.warm_start)
             free = [slot for slot in self.slots if slot.state.reported is None and not self.ending.draining]
             starts = [action for slot in free for action in self.workers.apply(slot, SlotEvent.START, news)]
@@ -179,7 +179,7 @@ class Lifecycle:
             going = "1 worker goes on" if n_workers == 1 else f"{n_workers} workers go on"
             actions.append(Say(f"{generation.cause}; {going}"))
         actions.extend(self._warm(self.workers.admitted))
-        draining, here = self.ending.draining, self.settings.node in generation.nodes
+        draining, here = self.ending.draining, self.settings.node in generation.node_set
         if draining and not generation.workers:
             self.ending.exit_code = 1  # all nodes leave at once: nobody goes on
         idle = not here and not any(slot.admitted_generation for slot in local)
@@ -351,7 +351,7 @@ class Lifecycle:
         if (
             generation is not None
             and number >= generation.aborts_step_before
-            and {worker, peer}.issubset(generation.ids)
+            and {worker, peer} <= generation.ranks.keys()
         ):
             self.workers.peers.note_broken(worker, peer)
 
@@ -418,7 +418,7 @@ class Lifecycle:
             return []
         generation, node = self.generation, self.settings.node
         meets = generation is not None and generation.stage is GenerationStage.ASSEMBLE
-        if generation is None or not (meets or node in generation.nodes):
+        if generation is None or not (meets or node in generation.node_set):
             text = f"{reason}: this node leaves; it had no part in the job yet"
             return [Say(text), *self._stop(reason, 0, now_s)]
         last = generation.nodes == (node,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from elaunch.agent.decisions.actions import Action, Ended, Say, Signal, Start, Tell
@@ -117,7 +118,7 @@ class LocalWorkers:
         """Returns the slots whose worker a peer could not reach, though peers must be able to."""
         return [slot for slot in self.slots if slot.refused_s is not None and slot.state in REACHABLE]
 
-    def joined_generation(self, ids: tuple[str, ...]) -> int:
+    def joined_generation(self, ids: Collection[str]) -> int:
         """Returns the newest generation that all of these workers that are of this node have entered; 0 without any."""
         return min((slot.joined_generation for slot in self.occupied if slot.worker in ids), default=0)
 

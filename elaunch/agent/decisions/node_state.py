@@ -92,7 +92,7 @@ class Ending:
         if generation.stage is GenerationStage.ASSEMBLE:
             self.unheard = self.draining and node not in generation.leaving
         else:
-            self.unheard = self.draining and generation.stage is GenerationStage.START and node in generation.nodes
+            self.unheard = self.draining and generation.stage is GenerationStage.START and node in generation.node_set
 
     def exit(self, result: Result | None, saved: int | None, left_code: int) -> Exit | None:
         """Returns how the agent ends now that no worker runs; None if it stays.

@@ -9,7 +9,7 @@ from elaunch.agent.decisions.actions import Action, Say
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.local_workers import LocalWorkers
 from elaunch.agent.decisions.slots import SlotState
-from elaunch.rendezvous.membership import Generation, GenerationStage, Worker, names_text, node_of
+from elaunch.rendezvous.membership import Generation, GenerationStage, Worker, names_text
 from elaunch.waits import Pace
 
 QUIET_S = 10.0  # so long a node waits without a line while the store can be used
@@ -33,7 +33,7 @@ def awaited(node: str, generation: Generation | None, workers: LocalWorkers, dra
         return MEETING
     if generation.hold:
         return MORE_NODES
-    if node not in generation.nodes:
+    if node not in generation.node_set:
         return "a place in the job"
     if draining:
         return "the others to go on without it"
@@ -41,7 +41,7 @@ def awaited(node: str, generation: Generation | None, workers: LocalWorkers, dra
         return "the end of the job"
     if generation.stage is GenerationStage.START:
         return _before_training(workers)
-    gone = [worker for worker in generation.ids if node_of(worker) == node and _has_died(worker, workers)]
+    gone = [worker for worker in generation.of_nodes[node] if _has_died(worker, workers)]
     if gone:
         return f"the job to go on without {names_text(gone)}"
     return _faults(generation, workers)

@@ -114,7 +114,7 @@ class SlotEvent(enum.Enum):
 
 def place_in(generation: Generation, worker: str) -> SlotEvent:
     """Returns what a training generation means for a worker."""
-    if worker in generation.ids:
+    if worker in generation.ranks:
         return SlotEvent.ADMIT
     return SlotEvent.RELEASE if worker in generation.leaving else SlotEvent.OMIT
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from elaunch.rendezvous.membership import Generation, GenerationStage
@@ -31,16 +32,22 @@ class StateHolders:
             return
         self._newest = self._to_enter[generation.number] = generation.ids
         self._ended.intersection_update(generation.ids)
-        self.ids = tuple(worker for worker in generation.ids if worker in self.ids)
+        self.ids = _those_of(generation.ids, self.ids)
 
     def note_joined(self, number: int) -> None:
         """Notes that a worker of this node has entered a generation."""
         members = self._to_enter.get(number)
         if members is not None:
             self._to_enter = {other: ids for other, ids in self._to_enter.items() if other > number}
-            self.ids = tuple(worker for worker in self._newest if worker in members and worker not in self._ended)
+            self.ids = _those_of(self._newest, set(members) - self._ended)
 
     def note_end(self, worker: str) -> None:
         """Notes that a worker of this node has ended, or is being killed."""
         self._ended.add(worker)
         self.ids = tuple(one for one in self.ids if one != worker)
+
+
+def _those_of(ids: tuple[str, ...], wanted: Collection[str]) -> tuple[str, ...]:
+    """Returns those that are wanted, in their order."""
+    found = frozenset(wanted)
+    return tuple(worker for worker in ids if worker in found)
