@@ -28,7 +28,6 @@ from elaunch.plan.tiling import Plan
 from elaunch.policy.ahead_process import Answer
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
 from elaunch.rendezvous.codec import from_json, to_json
-from elaunch.rendezvous.edit import edit_between
 from elaunch.rendezvous.membership import (
     BrokenLink,
     Cut,
@@ -49,6 +48,7 @@ from elaunch.rendezvous.membership import (
     WorkerState,
     split_address,
 )
+from elaunch.rendezvous.rules.edit import edit_between
 from elaunch.workers.comm import wire as link_wire
 from elaunch.workers.comm.link import Link
 from tests.helpers import scaled
