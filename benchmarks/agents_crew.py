@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from elaunch.rendezvous.codec import from_json
-from elaunch.rendezvous.edit import GenerationEdit, follow
 from elaunch.rendezvous.membership import Generation, node_of
+from elaunch.rendezvous.rules.edit import GenerationEdit, follow
 from elaunch.wire import (
     Announce,
     AnnounceEdit,

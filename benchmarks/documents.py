@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.report import Report, add_arguments
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.decide import decide
-from elaunch.rendezvous.edit import GenerationEdit, edit_between, follow
 from elaunch.rendezvous.intake import read_generation, read_node
 from elaunch.rendezvous.membership import (
     Generation,
@@ -32,6 +31,7 @@ from elaunch.rendezvous.membership import (
     WorkerState,
     WorkerSummary,
 )
+from elaunch.rendezvous.rules.edit import GenerationEdit, edit_between, follow
 from elaunch.rendezvous.view import MembershipSettings, View
 
 SIZES, TURNS = (50, 100, 200, 500, 1000, 10_000), 20
@@ -47,9 +47,14 @@ def least_us(act: Callable[[], object]) -> float:
     return round(1e6 * min(found), 1)
 
 
-def follow_edit(former: Generation, edit: bytes) -> Generation | None:
-    """Reads an edit, and makes the generation of it."""
-    return follow(replace(former), from_json(GenerationEdit, edit))
+def edit_anew(before: Generation, after: Generation) -> GenerationEdit:
+    """Makes an edit of generations that nothing was asked of yet."""
+    return edit_between(replace(before), replace(after))
+
+
+def follow_anew(before: Generation, edit: bytes) -> Generation | None:
+    """Reads an edit and follows it from a generation that nothing was asked of yet."""
+    return follow(replace(before), from_json(GenerationEdit, edit))
 
 
 def report_of(number: int) -> NodeDoc:
@@ -79,12 +84,12 @@ def main() -> int:
             generation_bytes=len(whole),
             edit_bytes=len(edit),
             report_bytes=len(own),
-            write_whole_us=least_us(lambda after=after: to_json(after)),  # type: ignore[misc]
-            read_whole_us=least_us(lambda whole=whole: read_generation(whole)),  # type: ignore[misc]
-            make_edit_us=least_us(lambda pair=(before, after): edit_between(*map(replace, pair))),  # type: ignore[misc]
-            follow_edit_us=least_us(partial(follow_edit, before, edit)),
-            read_report_us=least_us(lambda own=own: read_node("node0000", own, 1)),  # type: ignore[misc]
-            decide_us=least_us(lambda view=view, settings=settings: decide(view, 100.0, settings)),  # type: ignore[misc]
+            write_whole_us=least_us(partial(to_json, after)),
+            read_whole_us=least_us(partial(read_generation, whole)),
+            make_edit_us=least_us(partial(edit_anew, before, after)),
+            follow_edit_us=least_us(partial(follow_anew, before, edit)),
+            read_report_us=least_us(partial(read_node, "node0000", own, 1)),
+            decide_us=least_us(partial(decide, view, 100.0, settings)),
         )
     report.print()
     report.write(args.json)

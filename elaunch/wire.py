@@ -160,7 +160,7 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceEdit:
-    """A generation as a `GenerationEdit` (`elaunch.rendezvous.edit`) of the one that was announced before."""
+    """A generation as a `GenerationEdit` (`elaunch.rendezvous.rules.edit`) of the one that was announced before."""
 
     edit: str
 

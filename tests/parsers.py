@@ -41,7 +41,6 @@ from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
 from elaunch.rendezvous.cluster.servers import EtcdServer, EtcdServers
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.conf import parse_conf, parse_endpoints
-from elaunch.rendezvous.edit import GenerationEdit, edit_between
 from elaunch.rendezvous.membership import (
     BrokenLink,
     Cut,
@@ -62,6 +61,7 @@ from elaunch.rendezvous.membership import (
     WorkerState,
     split_address,
 )
+from elaunch.rendezvous.rules.edit import GenerationEdit, edit_between
 from elaunch.workers.comm import wire as link_wire
 from elaunch.workers.comm.link import Link
 from elaunch.workers.state import checkpoint

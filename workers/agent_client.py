@@ -21,8 +21,8 @@ from elaunch.detect import hang
 from elaunch.errors import JobFailed, ProtocolError
 from elaunch.failures import ERROR_FILE, record_own_error
 from elaunch.rendezvous.codec import from_json
-from elaunch.rendezvous.edit import GenerationEdit, follow
 from elaunch.rendezvous.membership import Generation, GenerationStage, Master, Worker
+from elaunch.rendezvous.rules.edit import GenerationEdit, follow
 from elaunch.wire import (
     Announce,
     AnnounceEdit,

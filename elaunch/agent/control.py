@@ -18,8 +18,8 @@ from collections.abc import Callable
 from elaunch.accepting import Accepting
 from elaunch.errors import ProtocolError
 from elaunch.rendezvous.codec import to_json
-from elaunch.rendezvous.edit import edit_between
 from elaunch.rendezvous.membership import Generation
+from elaunch.rendezvous.rules.edit import edit_between
 from elaunch.wire import Announce, AnnounceEdit, LineBuffer, Message, decode, encode
 
 MAX_FDS = 2

@@ -12,7 +12,6 @@ from elaunch.errors import ElaunchError
 from elaunch.rendezvous.cluster.standings import AT_ONCE
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.decide import decide, to_leave
-from elaunch.rendezvous.edit import edit_between
 from elaunch.rendezvous.intake import read_name, read_reports
 from elaunch.rendezvous.membership import Generation, HeldSpares, JobSize, Result
 from elaunch.rendezvous.node.replica import Duty, Replica
@@ -21,6 +20,7 @@ from elaunch.rendezvous.node.requests import Requests
 from elaunch.rendezvous.node.session import EDIT, GENERATION, RESULT_TTL_S, Session
 from elaunch.rendezvous.node.waiting import waiting_text
 from elaunch.rendezvous.rules import deadlock, quorum
+from elaunch.rendezvous.rules.edit import edit_between
 from elaunch.rendezvous.rules.spares import held
 from elaunch.rendezvous.store import Entry, LeaseGone, WatchEvent
 from elaunch.rendezvous.view import MembershipSettings, View

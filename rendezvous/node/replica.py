@@ -14,7 +14,6 @@ from typing import TypeVar
 from elaunch.errors import ProtocolError
 from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.codec import Document, from_json
-from elaunch.rendezvous.edit import GenerationEdit, follow
 from elaunch.rendezvous.intake import (
     Intake,
     is_known,
@@ -38,6 +37,7 @@ from elaunch.rendezvous.membership import (
     job_prefix,
 )
 from elaunch.rendezvous.node.reporter import Reporter
+from elaunch.rendezvous.rules.edit import GenerationEdit, follow
 from elaunch.rendezvous.rules.founding import Founding
 from elaunch.rendezvous.rules.quorum import NUMBERS
 from elaunch.rendezvous.store import WatchEvent

@@ -15,12 +15,12 @@ from math import inf
 
 from elaunch.errors import ElaunchError, JobFailed, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
 from elaunch.rendezvous.codec import from_json, to_json
-from elaunch.rendezvous.edit import edit_between
 from elaunch.rendezvous.intake import read_reports, read_text
 from elaunch.rendezvous.membership import Generation, JobConfig, NodeDoc, Result, job_prefix, names_text
 from elaunch.rendezvous.node.mailbox import Mailbox
 from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.node.reporter import Reporter
+from elaunch.rendezvous.rules.edit import edit_between
 from elaunch.rendezvous.rules.same_settings import Differences, differences
 from elaunch.rendezvous.store import Entry, LeaseGone, Store, Watch
 from elaunch.waits import Pace

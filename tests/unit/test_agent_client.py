@@ -14,8 +14,8 @@ import pytest
 
 from elaunch.failures import ERROR_FILE, summary
 from elaunch.rendezvous.codec import to_json
-from elaunch.rendezvous.edit import edit_between
 from elaunch.rendezvous.membership import Generation, GenerationStage
+from elaunch.rendezvous.rules.edit import edit_between
 from elaunch.wire import Announce, AnnounceEdit, Attach, LineBuffer, Message, Progress, Report, Welcome, decode, encode
 from elaunch.workers.agent_client import AgentClient
 from tests.helpers import ROOT, child_environment

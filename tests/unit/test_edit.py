@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elaunch.rendezvous.codec import from_json, to_json
-from elaunch.rendezvous.edit import GenerationEdit, edit_between, follow
 from elaunch.rendezvous.membership import Generation, GenerationStage, RequestedPlan, Worker
+from elaunch.rendezvous.rules.edit import GenerationEdit, edit_between, follow
 
 repeatable = settings(deadline=None, derandomize=True)
 SIZE = 1000

@@ -9,7 +9,6 @@ import pytest
 
 from elaunch.errors import ProtocolError
 from elaunch.rendezvous.codec import to_json
-from elaunch.rendezvous.edit import edit_between
 from elaunch.rendezvous.membership import (
     DrainRequest,
     Generation,
@@ -25,6 +24,7 @@ from elaunch.rendezvous.membership import (
 from elaunch.rendezvous.node.replica import Duty, Replica
 from elaunch.rendezvous.node.reporter import Reporter
 from elaunch.rendezvous.node.setbacks import Setbacks
+from elaunch.rendezvous.rules.edit import edit_between
 from elaunch.rendezvous.store import WatchEvent
 from tests.unit.documents import changed_report
 
