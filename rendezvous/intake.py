@@ -11,11 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elaunch.errors import ProtocolError
 from elaunch.rendezvous.codec import from_json
-from elaunch.rendezvous.membership import Generation, JobSize, NodeDoc, node_of, with_order
+from elaunch.rendezvous.membership import Generation, JobSize, NodeDoc, node_of
 from elaunch.rendezvous.store import Entry
 
 MOST_LINES = 100
@@ -172,3 +172,8 @@ class Intake:
 def _check_unique(workers: Collection[str]) -> None:
     if len(set(workers)) != len(workers):
         raise ProtocolError("it names a worker twice")
+
+
+def with_order(doc: NodeDoc, created: int) -> NodeDoc:
+    """Attaches the revision at which the node joined, which orders nodes."""
+    return replace(doc, order=created)

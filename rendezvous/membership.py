@@ -9,8 +9,9 @@ Each is a frozen value; `codec` gives it a JSON form that carries a version. Key
     profile                   leased; what the job has measured     elaunch.policy.profile.Profile
     status                    leased; how far the training is       TrainingStatus
     generation                compare-and-swap by the leader        Generation
+    edit                      written with it                       rules.edit.GenerationEdit
     size                      leased; written by the leader         JobSize
-    spares                    the same                              HeldSpares
+    spares                    the same                              rules.spares.HeldSpares
     checks/<node>             leased; figures of its --node-check   elaunch.agent.watch.node_check.Figures
     requests/plan             leased; written by who asks for it    PlanRequest
     requests/size             the same                              JobSize
@@ -29,7 +30,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from urllib.parse import quote, unquote
 
@@ -186,8 +187,7 @@ class Streak:
         members: how many workers the largest of them had, or the generation before.
         broken: these links, each report once.
         replaced: the workers that were replaced because of them.
-        logged: number of steps up to the last one in the event log of a node, as it was when one of its workers last
-            ended: a survivor reports the step before the streak only if it is in no log.
+        logged: number of steps up to the last one in a node's event log when one of its workers last ended.
     """
 
     urgent: int = 0
@@ -253,7 +253,7 @@ class PeerFaults:
     Attributes:
         unreachable: workers of other nodes that cannot be reached, and own ones that ended before they could leave.
         broken: links to live peers that failed its members in the present generation.
-        reset_generation: the generation whose links are to be made anew; 0: none.
+        reset_generation: whose links are to be made anew; 0: none's.
         cut: nodes which it cannot reach although they may be well.
         stalled: its members, as long as all of them wait for longer than they may.
     """
@@ -294,16 +294,13 @@ class NodeDoc:
         role: as the user has named it (--role).
         rank: as the user has fixed it (--node-rank); 0 for all where nothing is.
         port: offered to the workers for their own rendezvous.
-        liveness_address: host:port at which the agent listens for nothing but this: where nobody listens any more, it
-            is dead.
+        liveness_address: host:port at which the agent listens as long as it lives.
         domain: the failure domain that the user has named (--failure-domain); empty: none.
-        store_address: host:port at which an etcd of this node would listen for other servers of the job; empty: it
-            serves none.
+        store_address: host:port at which an etcd of this node would listen for other servers; empty: it serves none.
         serves: whether it serves the store now.
         cause: the last event that changed the job's members here, for people.
         cause_t: its Unix time in seconds; 0: unknown.
-        summary: of its workers.
-        progress: how far it has followed the job.
+        summary, progress: of its workers; how far it has followed the job.
         peers: what is wrong between it and others.
         departure: who of it is to leave.
         order: the store's revision at which it joined; it is not written.
@@ -441,7 +438,7 @@ class Generation:
 
     @cached_property
     def node_set(self) -> frozenset[str]:
-        """Returns the same names, to look one up."""
+        """Returns them to look one up."""
         return frozenset(self.nodes)
 
     @cached_property
@@ -479,13 +476,6 @@ class JobSize:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldSpares:
-    """The nodes for which the job has no place, and that are to hold workers ready, in the order in which they join."""
-
-    nodes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class DrainRequest:
     """A node is to leave the job at a step boundary; `reason` is for people, `t` the Unix time of the request."""
 
@@ -508,15 +498,3 @@ class Result:
 
     succeeded: bool
     message: str = ""
-
-
-def is_news(doc: NodeDoc, written: NodeDoc | None) -> bool:
-    """Returns whether a report is to be written at once. That a generation was heard of can wait: all heard of it."""
-    if written is None or doc is written:
-        return written is None
-    return replace(doc, progress=replace(doc.progress, generation=written.progress.generation)) != written
-
-
-def with_order(doc: NodeDoc, created: int) -> NodeDoc:
-    """Attaches the revision at which the node joined, which orders nodes."""
-    return replace(doc, order=created)

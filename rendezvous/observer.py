@@ -15,7 +15,6 @@ from elaunch.rendezvous.membership import (
     JOBS_PREFIX,
     DrainRequest,
     Generation,
-    HeldSpares,
     JobConfig,
     JobSize,
     NodeDoc,
@@ -24,6 +23,7 @@ from elaunch.rendezvous.membership import (
     job_of,
     job_prefix,
 )
+from elaunch.rendezvous.rules.spares import HeldSpares
 from elaunch.rendezvous.status import TrainingStatus
 from elaunch.rendezvous.store import Store, WatchEvent
 

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from elaunch.errors import ElaunchError, LaunchError, StoreUnavailable
 from elaunch.rendezvous.etcd_trouble import gave_up, why_away
 from elaunch.rendezvous.intake import read_text
-from elaunch.rendezvous.membership import DrainRequest, GenerationStage, JobConfig, NodeDoc, is_news
+from elaunch.rendezvous.membership import DrainRequest, GenerationStage, JobConfig, NodeDoc
 from elaunch.rendezvous.node.founder import PAUSE_S, Founder, FoundingSettings, StoreLeft
 from elaunch.rendezvous.node.leader import Leader
-from elaunch.rendezvous.node.mailbox import Mailbox
+from elaunch.rendezvous.node.mailbox import Mailbox, is_news
 from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.node.reporter import MembershipListener, Reporter
 from elaunch.rendezvous.node.requests import Requests

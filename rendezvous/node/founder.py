@@ -17,8 +17,8 @@ from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.node.reporter import Reporter
 from elaunch.rendezvous.node.session import RETRY_S, Session
 from elaunch.rendezvous.rules.founding import (
-    Found,
     Founding,
+    FoundStore,
     GoOver,
     Loss,
     Move,
@@ -241,7 +241,7 @@ class Founder:
             case GoOver():
                 self._go_over(move)
                 return 0.0
-            case Found():
+            case FoundStore():
                 self._found(move.founding)
                 return None
         if move.is_news and move.why != self._told:

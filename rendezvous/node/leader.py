@@ -13,7 +13,7 @@ from elaunch.rendezvous.cluster.standings import AT_ONCE
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.decide import decide, to_leave
 from elaunch.rendezvous.intake import read_name, read_reports
-from elaunch.rendezvous.membership import Generation, HeldSpares, JobSize, Result
+from elaunch.rendezvous.membership import Generation, JobSize, Result
 from elaunch.rendezvous.node.replica import Duty, Replica
 from elaunch.rendezvous.node.reporter import Reporter
 from elaunch.rendezvous.node.requests import Requests
@@ -21,7 +21,7 @@ from elaunch.rendezvous.node.session import EDIT, GENERATION, RESULT_TTL_S, Sess
 from elaunch.rendezvous.node.waiting import waiting_text
 from elaunch.rendezvous.rules import deadlock, quorum
 from elaunch.rendezvous.rules.edit import edit_between
-from elaunch.rendezvous.rules.spares import held
+from elaunch.rendezvous.rules.spares import HeldSpares, held
 from elaunch.rendezvous.store import Entry, LeaseGone, WatchEvent
 from elaunch.rendezvous.view import MembershipSettings, View
 

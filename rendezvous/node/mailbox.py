@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elaunch.errors import StoreUnavailable
-from elaunch.rendezvous.membership import DrainRequest, NodeDoc, is_news
+from elaunch.rendezvous.membership import DrainRequest, NodeDoc
 from elaunch.rendezvous.store import WatchEvent
 
 News = list[WatchEvent] | StoreUnavailable
@@ -164,3 +164,10 @@ class Mailbox:
         """Forgets what the watches of a connection that was lost have delivered."""
         with self._wake:
             self._news.clear()
+
+
+def is_news(doc: NodeDoc, written: NodeDoc | None) -> bool:
+    """Returns whether a report is to be written at once. That a generation was heard of can wait: all heard of it."""
+    if written is None or doc is written:
+        return written is None
+    return replace(doc, progress=replace(doc.progress, generation=written.progress.generation)) != written

@@ -28,7 +28,6 @@ from elaunch.rendezvous.membership import (
     Deadlock,
     DrainRequest,
     Generation,
-    HeldSpares,
     JobSize,
     NodeDoc,
     PlanRequest,
@@ -40,6 +39,7 @@ from elaunch.rendezvous.node.reporter import Reporter
 from elaunch.rendezvous.rules.edit import GenerationEdit, follow
 from elaunch.rendezvous.rules.founding import Founding
 from elaunch.rendezvous.rules.quorum import NUMBERS
+from elaunch.rendezvous.rules.spares import HeldSpares
 from elaunch.rendezvous.store import WatchEvent
 from elaunch.rendezvous.view import View
 

@@ -94,13 +94,13 @@ class GoOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundStore:
     """Found a store, and write this into it."""
 
     founding: Founding
 
 
-Move = Stay | GoOver | Found
+Move = Stay | GoOver | FoundStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def next_move(own: Standing, generation: Generation, others: Mapping[str, Standi
         return Stay(f"{founder.node} founds another one")
     epoch = 1 + max(max(one.epoch, one.newest) for one in (own, *answers))
     gone = tuple(sorted(node for node in order if node != own.node and others.get(node) is None))
-    return Found(Founding(epoch, own.node, tuple(sorted(ended)), gone))
+    return FoundStore(Founding(epoch, own.node, tuple(sorted(ended)), gone))
 
 
 def better_store(own: Standing, generation: Generation, answers: Iterable[Standing]) -> GoOver | None:

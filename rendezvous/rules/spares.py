@@ -7,9 +7,17 @@ the generation that goes on without that node has them already.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from elaunch.rendezvous.membership import GenerationStage, Worker, WorkerState
 from elaunch.rendezvous.view import MembershipSettings, View
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSpares:
+    """The nodes for which the job has no place, and that are to hold workers ready, in the order in which they join."""
+
+    nodes: tuple[str, ...] = ()
 
 
 def held(view: View, settings: MembershipSettings) -> tuple[str, ...]:

@@ -28,7 +28,6 @@ from elaunch.rendezvous.membership import (
     DrainRequest,
     Generation,
     GenerationStage,
-    HeldSpares,
     JobConfig,
     JobSize,
     NodeDoc,
@@ -44,6 +43,7 @@ from elaunch.rendezvous.membership import (
 from elaunch.rendezvous.memory import MemoryStore
 from elaunch.rendezvous.observer import Observer
 from elaunch.rendezvous.participant import Participant
+from elaunch.rendezvous.rules.spares import HeldSpares
 from elaunch.rendezvous.store import Store
 from tests.contract.conftest import READY_S
 from tests.helpers import find_free_port, wait_until

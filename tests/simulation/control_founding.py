@@ -14,8 +14,8 @@ from typing import Any
 from elaunch.agent.decisions.actions import Exit
 from elaunch.rendezvous.membership import Generation, NodeDoc
 from elaunch.rendezvous.rules.founding import (
-    Found,
     Founding,
+    FoundStore,
     GoOver,
     Loss,
     Move,
@@ -326,7 +326,7 @@ class FoundingNode(Node):
                 self.connect_if_possible()
                 if not self.connected:
                     self.start_seeking(0.0)
-            case Found():
+            case FoundStore():
                 store = HostedStore(world, self, move.founding)
                 store.up = False
                 world.stores.append(store)

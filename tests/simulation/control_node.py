@@ -11,7 +11,8 @@ from elaunch.agent.decisions.actions import Exit, Say, Signal, Start, Tell
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.node_state import NodeSettings
 from elaunch.rendezvous.decide import LeaderDecision, View, decide, to_leave
-from elaunch.rendezvous.membership import Cut, Generation, NodeDoc, PlanRequest, Result, WorkerState, is_news
+from elaunch.rendezvous.membership import Cut, Generation, NodeDoc, PlanRequest, Result, WorkerState
+from elaunch.rendezvous.node.mailbox import is_news
 from elaunch.rendezvous.rules import quorum
 from elaunch.rendezvous.rules.spares import held
 from tests.simulation.control_worker import Worker

@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING, TypeVar
 
-from elaunch.rendezvous.membership import Generation, GenerationStage, NodeDoc, PlanRequest, Result, node_of, with_order
+from elaunch.rendezvous.intake import with_order
+from elaunch.rendezvous.membership import Generation, GenerationStage, NodeDoc, PlanRequest, Result, node_of
 from elaunch.rendezvous.rules.edit import edit_between, follow
 from tests.simulation.transcript import Announced, Reported
 

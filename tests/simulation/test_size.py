@@ -253,5 +253,5 @@ def test_a_barrier_of_many_workers_is_few_hops_and_few_bytes_for_each(workers: i
     assert len(wire.sent) == 2 * (workers - 1)
     by_sender = Counter(sender for sender, _, _ in wire.sent)
     assert max(by_sender.values()) == 9, "one to its parent, and one to each of eight children"
-    assert {len(body) for _, body in wire.sent.values()} == {672}, "as docs/architecture.md has it"
+    assert {len(body) for _, body in wire.sent.values()} == {688}, "as docs/architecture.md has it"
     assert max(len(neighbours(members, members[number])) for number in (0, 1, workers - 1)) <= 11

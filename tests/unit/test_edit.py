@@ -50,11 +50,19 @@ def test_another_order_or_address_and_a_step_back_are_read_as_a_whole() -> None:
     for after in (
         replace(former, number=5, workers=ALL[2::-1]),
         replace(former, number=5, workers=(replace(ALL[0], address="10.0.0.2:1"), *ALL[1:3])),
-        former,
+        replace(former, number=3),
     ):
         edit = through_json(edit_between(former, after))
         assert (edit.former, edit.after.number, edit.after.workers) == (0, after.number, ())
         assert follow(former, edit) is None
+
+
+def test_what_is_only_settled_keeps_its_number_and_all_of_its_workers() -> None:
+    former = Generation(4, GenerationStage.TRAIN, ALL[:3], former_seats=(("n0", "10.0.0.1:1"),))
+    settled = replace(former, former_seats=())
+    edit = through_json(edit_between(former, settled))
+    assert (edit.former, edit.joined, edit.without) == (4, (), ())
+    assert follow(former, edit) == follow(settled, edit) == settled
 
 
 def test_one_change_is_told_in_few_bytes_however_many_workers_there_are() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from elaunch.errors import ProtocolError
 from elaunch.rendezvous.codec import MOST_BYTES, VERSION, from_json, to_json
+from elaunch.rendezvous.intake import with_order
 from elaunch.rendezvous.membership import (
     BrokenLink,
     Departure,
@@ -30,7 +31,6 @@ from elaunch.rendezvous.membership import (
     Worker,
     WorkerState,
     WorkerSummary,
-    with_order,
     worker_id,
 )
 from tests.helpers import scaled

@@ -18,7 +18,7 @@ from elaunch.rendezvous.membership import (
     Worker,
     WorkerState,
 )
-from elaunch.rendezvous.rules.founding import Found, Founding, GoOver, Loss, Move, Standing, Stay, next_move
+from elaunch.rendezvous.rules.founding import Founding, FoundStore, GoOver, Loss, Move, Standing, Stay, next_move
 from elaunch.rendezvous.rules.quorum import NUMBERS, has_say, is_majority, settle
 from tests.unit.documents import changed_report
 
@@ -156,7 +156,7 @@ def moves(names: str, *others: Standing, own: Standing | None = None, **loss: An
 class TestNodesThatLostTheStore:
     def test_the_last_one_founds_another_when_all_others_have_ended(self) -> None:
         found = moves("ab", own=stands("b", ended=("a:1",)), ended=1)
-        assert found == Found(Founding(1, "b", ("a:1",), ("a",)))
+        assert found == FoundStore(Founding(1, "b", ("a:1",), ("a",)))
 
     def test_it_waits_for_one_that_is_silent(self) -> None:
         found = moves("ab", lapsed=True)
@@ -166,7 +166,7 @@ class TestNodesThatLostTheStore:
 
     def test_most_of_them_found_another_when_their_leases_have_run_out(self) -> None:
         assert isinstance(moves("abc", stands("c")), Stay)
-        assert moves("abc", stands("c"), lapsed=True) == Found(Founding(1, "b", (), ("a",)))
+        assert moves("abc", stands("c"), lapsed=True) == FoundStore(Founding(1, "b", (), ("a",)))
 
     def test_an_end_counts_only_where_all_of_them_have_seen_it(self) -> None:
         own = stands("b", ended=("a:1", "d:1"))
@@ -174,7 +174,7 @@ class TestNodesThatLostTheStore:
         one_saw = moves("abcd", stands("c", ended=("a:1",)), own=own, **loss)
         assert isinstance(one_saw, Stay)
         both_saw = moves("abcd", stands("c", ended=("a:1", "d:1")), own=own, **loss)
-        assert both_saw == Found(Founding(1, "b", ("a:1", "d:1"), ("a", "d")))
+        assert both_saw == FoundStore(Founding(1, "b", ("a:1", "d:1"), ("a", "d")))
 
     def test_nobody_founds_one_while_the_old_one_may_be_used(self) -> None:
         assert isinstance(moves("abc", stands("c", away=False), lapsed=True), Stay)
@@ -184,7 +184,7 @@ class TestNodesThatLostTheStore:
     def test_the_first_that_knows_the_newest_generation_founds_it(self) -> None:
         waits = moves("abc", stands("c", generation=6), lapsed=True)
         assert waits == Stay("c founds another one")
-        assert moves("abc", stands("c", founds=False), lapsed=True) == Found(Founding(1, "b", (), ("a",)))
+        assert moves("abc", stands("c", founds=False), lapsed=True) == FoundStore(Founding(1, "b", (), ("a",)))
 
     def test_who_has_no_say_founds_nothing(self) -> None:
         assert isinstance(moves("abc", stands("c"), own=stands("b", votes=False), lapsed=True), Stay)
@@ -195,7 +195,7 @@ class TestNodesThatLostTheStore:
 
     def test_the_next_one_has_a_higher_epoch_than_any_that_they_know(self) -> None:
         found = moves("abc", stands("c", newest=3), lapsed=True)
-        assert isinstance(found, Found)
+        assert isinstance(found, FoundStore)
         assert found.founding.epoch == 4
 
     def test_they_return_from_a_store_in_which_nothing_was_decided(self) -> None:

@@ -16,6 +16,8 @@ MOST_ATTRIBUTES = 20
 LARGE_CLASSES = {
     "elaunch.api.LaunchConfig": "torch's own class has these fields, and programs give them by name",
     "elaunch.policy.profile.Profile": "what stands in the file of a profile, by name",
+    "elaunch.rendezvous.conf.RendezvousConf": "what --rdzv-conf may say, by name",
+    "elaunch.rendezvous.membership.Generation": "a document of the store",
     "elaunch.rendezvous.membership.NodeDoc": "a document of the store",
     "elaunch.scheduler.model.JobState": "all that a scheduling policy may look at, by name",
     "elaunch.scheduler.service.documents.JobProgress": "a document of the store",

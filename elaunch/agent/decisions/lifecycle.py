@@ -62,8 +62,6 @@ class Lifecycle:
         slots = [Slot(local_rank) for local_rank in range(self.settings.slots)]
         self.workers = LocalWorkers(self.settings.node, self.settings.max_restarts, slots)
 
-    # -- views --------------------------------------------------------------------------------------------------
-
     @property
     def training(self) -> bool:
         """Returns whether the present generation trains; False before the first one and while workers are admitted."""

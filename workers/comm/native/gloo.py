@@ -138,7 +138,7 @@ class GlooBulk:
             time.sleep(LOOK_S)
         with self._lock:
             if self._group is not None and self._is_stuck():
-                _keep(_Kept(self._group, self._place, tuple(self._begun)))
+                _keep(_Unended(self._group, self._place, tuple(self._begun)))
             self._group = self._place = None
             self._begun.clear()
             connections, self._connections = self._connections, []
@@ -167,7 +167,7 @@ class GlooBulk:
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
+class _Unended:
     """A group that was closed while threads of Gloo were in it, with what these use."""
 
     group: Any
@@ -175,11 +175,11 @@ class _Kept:
     begun: tuple[Collective, ...]
 
 
-_KEPT: list[_Kept] = []
+_KEPT: list[_Unended] = []
 _KEEPING = threading.Lock()
 
 
-def _keep(kept: _Kept) -> None:
+def _keep(kept: _Unended) -> None:
     keep(kept)  # nor does the end of the process destroy it
     with _KEEPING:
         _KEPT.append(kept)
