@@ -271,7 +271,8 @@ def _tls(rendezvous: RendezvousSettings, identity: NodeIdentity) -> TlsFiles | N
 
 def _open_store(kind: type[EtcdStore], config: AgentConfig, identity: NodeIdentity, endpoint: str) -> EtcdStore:
     rendezvous, conf = config.rendezvous, config.rendezvous.conf
-    longest_s = min(REQUEST_S, conf.lease_ttl) if config.founds else REQUEST_S  # then others have found another one
+    # By then others may have found another one; an election among servers takes a second or two.
+    longest_s = min(REQUEST_S, 1.5 * conf.lease_ttl) if config.founds else REQUEST_S
     limit_s = min(longest_s, conf.connect_timeout)
     if rendezvous.is_hosted and rendezvous.security.guards_store:
         store = kind(endpoint, timeout_s=limit_s, pem=identity.pem, newest=lambda: identity.pem)

@@ -89,10 +89,15 @@ class NodeIdentity:
             self._write(now_s)
 
     def make_of_token(self, token: str, now_s: float) -> None:
-        """Writes the files of a job without a secret: whoever can read its documents in etcd can do the same."""
-        if self.encrypts:
-            self._secret = self._secret or token.encode()
-            self.make(now_s)
+        """Writes the files of a job without a secret: whoever can read its documents in etcd can do the same.
+
+        A node may begin with a token of its own, and then find the job, which has another one, in another store.
+        """
+        if not self.encrypts:
+            return
+        if not self._settings.secret and not self._settings.files.has_own and self._secret != token.encode():
+            self._secret, self.pem = token.encode(), None
+        self.make(now_s)
 
     def remove(self) -> None:
         """Removes the files."""

@@ -260,6 +260,9 @@ def test_a_job_without_a_secret_has_its_keys_from_its_token(private: Path) -> No
     assert first is not None
     assert second is not None
     assert first.certificate != second.certificate
+    nodes[0].make_of_token("another, of the store in which it finds the job", now_s)
+    assert nodes[0].pem is not None
+    assert nodes[0].pem.authority != first.authority == second.authority
     secured = NodeIdentity(SecuritySettings(SECRET), "job", "a", encrypts=True)
     secured.make(now_s)
     before = secured.pem
