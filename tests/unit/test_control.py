@@ -24,8 +24,10 @@ from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.slots import SlotState
 from elaunch.agent.supervisor import Supervisor
 from elaunch.detect.heartbeat import FILE_BYTES
+from elaunch.rendezvous.codec import from_json
 from elaunch.rendezvous.membership import Generation, GenerationStage
 from elaunch.rendezvous.memory import MemoryStore
+from elaunch.rendezvous.rules.founding import Standing
 from elaunch.wire import (
     Attach,
     Evict,
@@ -467,7 +469,8 @@ def test_without_descriptors_the_agent_pauses_and_then_accepts(
     if which == "control":
         assert node.send(link, Attach(WORKER, 1))
     else:
-        assert link.recv(1) == b""  # nobody is kept there
+        told = b"".join(iter(lambda: link.recv(4096), b""))  # nobody is kept there
+        assert from_json(Standing, told).node == "a"
     link.close()
 
 

@@ -42,7 +42,7 @@ def test_what_stays_within_its_bounds_has_not_grown() -> None:
     [
         (Look(47 * MB, 20, 5), "memory 40000000 -> 47000000"),
         (Look(40 * MB, 25, 5), "files 20 -> 25"),
-        (Look(40 * MB, 20, 8), "threads 5 -> 8"),
+        (Look(40 * MB, 20, 14), "threads 5 -> 14"),
     ],
 )
 def test_what_has_grown_is_told_with_its_figures(last: Look, what: str) -> None:
