@@ -23,6 +23,10 @@ from torchmetrics import MeanSquaredError
 from elaunch.integrations.lightning import Fabric, elastic
 
 
+WORKERS = int(os.environ["LOCAL_WORLD_SIZE"])
+"""As many as the node has places; the variable follows the members."""
+
+
 def dies(options: Any, epoch: int, number: int) -> None:
     worker = os.environ.get("ELAUNCH_WORKER", "")
     for death in options.die:
@@ -41,11 +45,10 @@ def cut(model: Any, mesh: Any) -> Any:
 
 @elastic
 def train(options: Any) -> None:
-    workers = int(os.environ["LOCAL_WORLD_SIZE"])
     strategy: Any = "ddp"
     if options.pairs:
         strategy = ModelParallelStrategy(cut, "auto", options.pairs)
-    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=workers, loggers=CSVLogger(options.folder))
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=WORKERS, loggers=CSVLogger(options.folder))
     fabric.launch()
     fabric.seed_everything(1, verbose=False)
     inputs = torch.randn(100, 4, generator=torch.Generator().manual_seed(1)).double()
@@ -68,7 +71,7 @@ def train(options: Any) -> None:
     for epoch in fabric.epochs(1, 4, scheduler=scheduler, error=error, counts=counts):
         model.train()
         for number, (some, wanted) in fabric.enumerate(loader):
-            if fabric.world_size < workers:
+            if fabric.world_size < WORKERS:
                 time.sleep(0.15)  # others join meanwhile
             dies(options, epoch, number)
             waits = (number + 1) % options.accumulation != 0
