@@ -193,6 +193,7 @@ class TestTheStore:
 
     def test_a_tenth_of_the_nodes_that_leaves_at_once_is_few_generations(self, job: Job) -> None:
         leaving = job.nodes[-(NODES // 10) :]
+        wait_until(lambda: job.nodes[0].generations, LIMIT_S, "the first generation")
         before = job.nodes[0].generations[-1].number
 
         def leave() -> None:
