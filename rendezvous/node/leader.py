@@ -380,7 +380,7 @@ class Leader:
         """Writes the result, which turns late nodes away for a while; then the job's name is free again."""
         if self._session.create("result", to_json(result), self._session.store.grant(RESULT_TTL_S)):
             self._replica.note_result(result)  # what is deleted now is not put back
-            for name in ("generation", "config", "size", *(("spares",) if self._settings.spares else ())):
+            for name in (GENERATION, EDIT, "config", "size", *(("spares",) if self._settings.spares else ())):
                 self._session.delete(name)
 
 

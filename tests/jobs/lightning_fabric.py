@@ -22,7 +22,6 @@ from torchmetrics import MeanSquaredError
 
 from elaunch.integrations.lightning import Fabric, elastic
 
-
 WORKERS = int(os.environ["LOCAL_WORLD_SIZE"])
 """As many as the node has places; the variable follows the members."""
 

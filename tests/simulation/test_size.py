@@ -121,6 +121,23 @@ class Job:
         for node in self.nodes[1:]:
             node.participant.start()
 
+    def begin(self) -> None:
+        """Has all nodes join and train; keeps what that has cost those that do not lead."""
+        self.all_hear(lambda one: one.stage is GenerationStage.START)
+        for node in self.nodes:
+            node.says(WorkerState.READY)
+        self.all_hear(lambda one: one.stage is GenerationStage.TRAIN)
+        for node in self.nodes:
+            node.says(WorkerState.MEMBER)
+        self.settle()
+        self.sizes = {len(one.generations[-1].workers) for one in self.nodes}
+        self.joining = [(Counter(one.store.requests), Counter(one.store.told)) for one in self.nodes[1:]]
+
+    @property
+    def workers(self) -> int:
+        """How many there are now."""
+        return len(self.nodes[0].generations[-1].workers)
+
     def all_hear(self, what: Callable[[Generation], bool]) -> None:
         def heard() -> bool:
             return all(one.generations and what(one.generations[-1]) for one in self.nodes)
@@ -161,30 +178,26 @@ class Job:
 @pytest.fixture(scope="module")
 def job() -> Iterator[Job]:
     made = Job()
-    yield made
-    made.close()
+    try:
+        made.begin()
+        yield made
+    finally:
+        made.close()
 
 
 class TestTheStore:
     def test_to_join_costs_each_node_the_same_few_requests(self, job: Job) -> None:
-        job.all_hear(lambda one: one.stage is GenerationStage.START)
-        for node in job.nodes:
-            node.says(WorkerState.READY)
-        job.all_hear(lambda one: one.stage is GenerationStage.TRAIN)
-        for node in job.nodes:
-            node.says(WorkerState.MEMBER)
-        job.settle()
-        assert {len(one.generations[-1].workers) for one in job.nodes} == {WORKERS}
-        joined = [sum(one.store.requests.values()) for one in job.nodes[1:]]
+        assert job.sizes == {WORKERS}
+        joined = [sum(requests.values()) for requests, _ in job.joining]
         assert max(joined) <= 14, Counter(joined)
-        assert {one.store.requests["range"] for one in job.nodes[1:]} == {1}, "nobody but the leader reads all reports"
-        assert {one.store.told["nodes"] for one in job.nodes[1:]} == {0}
+        assert {requests["range"] for requests, _ in job.joining} == {1}, "nobody but the leader reads all reports"
+        assert {told["nodes"] for _, told in job.joining} == {0}
 
     def test_a_death_costs_one_write_of_its_node_one_of_the_leader_and_one_short_event_for_each_node(
         self, job: Job
     ) -> None:
         seen = job.count(
-            lambda: job.nodes[5].says(WorkerState.MEMBER, lost=1, cause="it died", cause_t=1.0), WORKERS - 1
+            lambda: job.nodes[5].says(WorkerState.MEMBER, lost=1, cause="it died", cause_t=1.0), job.workers - 1
         )
         assert seen.requests == {"put": 1, "replace": 1, "get": 1}
         assert seen.told == {"edit": NODES, "nodes": 1, "generation": 1}
@@ -193,14 +206,13 @@ class TestTheStore:
 
     def test_a_tenth_of_the_nodes_that_leaves_at_once_is_few_generations(self, job: Job) -> None:
         leaving = job.nodes[-(NODES // 10) :]
-        wait_until(lambda: job.nodes[0].generations, LIMIT_S, "the first generation")
         before = job.nodes[0].generations[-1].number
 
         def leave() -> None:
             for node in leaving:
                 node.says(WorkerState.MEMBER, draining=True, joined=before)
 
-        seen = job.count(leave, WORKERS - 1 - len(leaving) * WORKERS // NODES)
+        seen = job.count(leave, job.workers - len(leaving) * WORKERS // NODES)
         generations = job.nodes[0].generations[-1].number - before
         assert seen.requests["put"] == len(leaving)
         assert seen.told["edit"] == generations * NODES

@@ -155,18 +155,17 @@ class Faults:
     def _limit_files(self, fault: Fault) -> Iterator[Wait]:
         """A worker, or an agent, can open nothing more while a worker beside it dies and comes back."""
         node = self.rig.hosts[fault.host]
+        ends = 0 if fault.slot else 1  # the slot whose worker dies
         if fault.slot:
             limited = node.agent.pid
-            victim = self.rig.worker(fault.host, 0)
         else:
             worker = self.rig.worker(fault.host, 0)
             self.victims.add(worker)
             limited = node.pids[worker]
-            victim = self.rig.worker(fault.host, 1)
         highest = max(int(entry) for entry in os.listdir(f"/proc/{limited}/fd"))
         before = resource.prlimit(limited, resource.RLIMIT_NOFILE)
         resource.prlimit(limited, resource.RLIMIT_NOFILE, (highest + 1, before[1]))
-        self._hit(fault.host, int(victim.partition("/")[2].partition("#")[0]), signal.SIGKILL)
+        victim = self._hit(fault.host, ends, signal.SIGKILL)
         yield fault.seconds
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(limited, resource.RLIMIT_NOFILE, before)

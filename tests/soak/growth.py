@@ -34,8 +34,7 @@ class Growth:
     """What processes had, each time that the job was whole."""
 
     def __init__(self) -> None:
-        self._looks: dict[tuple[str, str, int], list[Look]] = {}
-        self._holds: dict[tuple[str, str, int], list[Counter[str]]] = {}
+        self._looks: dict[tuple[str, str, int], list[tuple[Look, Counter[str]]]] = {}
 
     def look(self, kind: str, name: str, pid: int) -> None:
         """Looks at a process, which is an `agent` or a `worker`."""
@@ -45,14 +44,13 @@ class Growth:
                 look = Look(process.memory_info().rss, process.num_fds(), process.num_threads())
         except psutil.NoSuchProcess:
             return
-        self._looks.setdefault((kind, name, pid), []).append(look)
-        self._holds.setdefault((kind, name, pid), []).append(held(pid))
+        self._looks.setdefault((kind, name, pid), []).append((look, held(pid)))
 
     def told(self) -> str:
         """Returns all looks at all processes, a line each."""
         return "".join(
             f"{kind} {name}: "
-            + "; ".join(f"{look.memory // MB} MB {look.files} files {look.threads} threads" for look in looks)
+            + "; ".join(f"{look.memory // MB} MB {look.files} files {look.threads} threads" for look, _ in looks)
             + "\n"
             for (kind, name, _), looks in self._looks.items()
         )
@@ -60,10 +58,9 @@ class Growth:
     def found(self) -> list[str]:
         """Returns a line for each process that has grown."""
         lines = []
-        for key, looks in self._looks.items():
-            kind, name, _ = key
-            if line := grown(f"{kind} {name}", looks, ALLOWED[kind]):
-                more = self._holds[key][-1] - self._holds[key][SETTLES]
+        for (kind, name, _), looks in self._looks.items():
+            if line := grown(f"{kind} {name}", [look for look, _ in looks], ALLOWED[kind]):
+                more = looks[-1][1] - looks[SETTLES][1]
                 lines.append(f"{line} (more of: {', '.join(f'{what} {count}' for what, count in more.items())})")
         return lines
 

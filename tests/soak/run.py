@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import Spawner
+from tests.helpers import Spawner, wait_until
 from tests.jobs.watch import elaunch
 from tests.soak.faults import Faults, patience_s
 from tests.soak.growth import Growth
@@ -78,7 +78,7 @@ def run_round(folder: Path, round_: Round, expected: Steps, say: Callable[[Met],
 def _through(rig: Rig, met: list[Met], say: Callable[[Met], None]) -> None:
     for host in HOSTS:
         rig.start(host)
-    _wait(rig, rig.is_whole, END_S, "the job to begin")
+    wait_until(lambda: _has_begun(rig), END_S, "the job to begin")
     faults, growth = Faults(rig), Growth()
     for fault in rig.round.faults:
         if rig.last_step() > STEPS - SLOW_END // 5:
@@ -102,6 +102,13 @@ def _through(rig: Rig, met: list[Met], say: Callable[[Met], None]) -> None:
         if code := node.agent.wait(END_S):
             raise Unmet(f"the agent of {node.name} ended with {code}")
     rig.look()
+
+
+def _has_begun(rig: Rig) -> bool:
+    rig.look()
+    if not all(node.runs for node in rig.hosts.values()):
+        raise Unmet("an agent has ended before the job began")
+    return rig.is_whole()
 
 
 def _meet(rig: Rig, faults: Faults, fault: Fault) -> Met:
@@ -157,14 +164,3 @@ def _check(rig: Rig, expected: Steps) -> None:
             raise Unmet(f"step {step} was done with other samples")
         if abs(found[step][1] - loss) > ROUNDING * abs(loss):
             raise Unmet(f"step {step} has the loss {found[step][1]!r}, in the undisturbed job it is {loss!r}")
-
-
-def _wait(rig: Rig, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    end_s = time.monotonic() + timeout_s
-    while True:
-        rig.look()
-        if condition():
-            return
-        if time.monotonic() > end_s or not all(node.runs for node in rig.hosts.values()):
-            raise Unmet(f"waited {timeout_s:g} s in vain for {what}")
-        time.sleep(POLL_S)
