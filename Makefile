@@ -98,4 +98,5 @@ $(VENV)/.complete: setup.cfg pyproject.toml $(VENV)/constraints.txt | $(BIN)/pyt
 	@test -z '$(TORCH_CPU_INDEX)' || command -v nvidia-smi >/dev/null || \
 	  $(BIN)/python -m pip install --quiet --no-deps --index-url $(TORCH_CPU_INDEX) '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
+	@sync  # gigabytes have been written: what follows would wait for the disk
 	@touch $@

@@ -6,8 +6,10 @@ The tests are those of a store of each kind; see `test_participant`.
 from __future__ import annotations
 
 import re
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -80,8 +82,16 @@ def hears(node: Node, *parts: str) -> str:
     return wait_until(
         lambda: next((line for line in list(node.warnings) if all(part in line for part in parts)), None),
         LIMIT_S,
-        lambda: f"a line with {parts} at {node.name}, which said {node.warnings}, refused {node.refusals}",
+        lambda: (
+            f"a line with {parts} at {node.name}, which said {node.warnings}, refused {node.refusals}, lost the store "
+            f"{node.outages}, had it back {node.returns}, hindrances {node.hindrances}, and stands at\n{stack_of(node)}"
+        ),
     )
+
+
+def stack_of(node: Node) -> str:
+    frame = sys._current_frames().get(node.participant._thread.ident or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "no line: its thread has ended"
 
 
 def lines(node: Node, part: str) -> list[str]:

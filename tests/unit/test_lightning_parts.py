@@ -24,7 +24,7 @@ from elaunch.integrations.lightning import Fabric, Trainer, elastic, loggers
 from elaunch.integrations.lightning.configured import GivenModule
 from elaunch.integrations.lightning.data import Dealer
 from elaunch.integrations.lightning.metrics import EpochMetrics, metrics_of
-from elaunch.integrations.lightning.parts import fit_mesh, make_elastic, why_not_elastic
+from elaunch.integrations.lightning.parts import ElasticEnvironment, fit_mesh, make_elastic, why_not_elastic
 from elaunch.integrations.lightning.trainer import ELASTIC, ElasticFit
 
 
@@ -241,7 +241,8 @@ def test_quantized_parameters_are_refused_by_name() -> None:
         GivenModule(module, False)
 
 
-def test_the_tensor_parallel_size_stays_and_members_that_do_not_fit_wait() -> None:
+def test_the_tensor_parallel_size_stays_and_members_that_do_not_fit_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
     told: list[str] = []
 
     def wait_for_members(why: str) -> None:
@@ -249,11 +250,22 @@ def test_the_tensor_parallel_size_stays_and_members_that_do_not_fit_wait() -> No
         raise GenerationChanged(2)
 
     strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
+    strategy.cluster_environment = ElasticEnvironment()
+    strategy.parallel_devices = [torch.device("cpu")] * 2
     fit_mesh(strategy, SimpleNamespace(size=6, wait_for_members=wait_for_members))  # type: ignore[arg-type]
     assert (strategy._data_parallel_size, strategy._tensor_parallel_size) == (3, 2)
     with pytest.raises(GenerationChanged):
         fit_mesh(strategy, SimpleNamespace(size=3, wait_for_members=wait_for_members))  # type: ignore[arg-type]
     assert told == ["3 members cannot be divided into groups of tensor_parallel_size=2"]
+
+
+def test_a_worker_without_a_device_is_told_how_many_lightning_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2)
+    strategy.cluster_environment = ElasticEnvironment()
+    strategy.parallel_devices = [torch.device("cpu")] * 2
+    with pytest.raises(UsageError, match="worker 2 of this node has no device: Lightning was given devices=2; give"):
+        fit_mesh(strategy, SimpleNamespace(size=4))  # type: ignore[arg-type]
 
 
 def test_a_strategy_that_is_not_elastic_is_named_with_the_one_to_use() -> None:

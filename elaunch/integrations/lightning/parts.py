@@ -104,8 +104,10 @@ def fit_mesh(strategy: Any, state: ElasticState) -> None:
     """Has a ModelParallelStrategy make a mesh of the members of now; its tensor-parallel size stays.
 
     Raises:
+        UsageError: this worker has no device; of Lightning's launchers, which look, this strategy has none.
         StepInterrupted: they cannot be divided by it, and have changed.
     """
+    strategy.cluster_environment.validate_settings(strategy.num_processes, strategy.num_nodes)
     if strategy._tensor_parallel_size == "auto":
         strategy._tensor_parallel_size = strategy.num_processes
     together = strategy._tensor_parallel_size
