@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import pytest
 
 from elaunch.cli.request_plan import change_plan
-from elaunch.errors import ElaunchError, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
+from elaunch.errors import ElaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
 from elaunch.plan import Plan, symmetric
 from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.codec import from_json, to_json
@@ -116,15 +116,8 @@ class EtcdSite:
         wait_until(lambda: self._etcd.pid is None, LIMIT_S, "etcd to end")
 
     def come_back(self) -> None:
-        # While grpc has connections here, its fork handlers now and then kill the child before it becomes etcd.
-        for attempts_left in (2, 1, 0):
-            self._etcd.start()
-            try:
-                self._etcd.wait_ready(READY_S)
-                return
-            except LaunchError as error:
-                if "ended with exit code -" not in str(error) or not attempts_left:
-                    raise
+        self._etcd.start_again()
+        self._etcd.wait_ready(READY_S)
 
     def lose_data(self) -> None:
         shutil.rmtree(self._folder / "data")

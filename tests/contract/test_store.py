@@ -1019,7 +1019,7 @@ def freeze(server: EmbeddedEtcd) -> None:
 
 
 def restart(server: EmbeddedEtcd) -> None:
-    server.start()
+    server.start_again()
     server.wait_ready(LIMIT_S)
 
 
