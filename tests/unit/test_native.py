@@ -20,6 +20,7 @@ import torch.distributed as dist
 from elaunch.errors import CollectiveFailed, LinkLost, UsageError
 from elaunch.policy.collectives import parse, uses_native
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native import bulk as bulk_module
 from elaunch.workers.comm.native import gloo as gloo_module
 from elaunch.workers.comm.native import sockets
 from elaunch.workers.comm.native.choice import maker
@@ -126,9 +127,9 @@ def test_a_gloo_group_that_is_closed_with_a_thread_in_it_ends_when_that_comes_ou
         work = bulks[0].all_reduce(torch.ones(1000))
         bulks[0].close()
         assert not work.is_completed()
-        assert len(gloo_module._KEPT) == 1
+        assert len(bulk_module._KEPT) == 1
         wait_until(work.is_completed, 20, "the thread to come out")
-    assert gloo_module._KEPT == []
+    assert bulk_module._KEPT == []
     del work
     wait_until(lambda: threads_of_gloo() <= before, 20, "the threads to end")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -17,7 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from elaunch.errors import StateError, StateLost, UsageError
 from elaunch.workers.comm.group import Group
-from elaunch.workers.reentry import copier, run
+from elaunch.workers.comm.native.bulk import end_kept, keep_until_over
+from elaunch.workers.reentry import copier, gloo_waits, run
 from elaunch.workers.reentry import groups as reentry_groups
 from elaunch.workers.reentry.copies import Copies, StateCopy, _Copying, device_of
 from elaunch.workers.reentry.data import Batches
@@ -358,6 +360,34 @@ def test_groups_of_a_device_tell_of_errors_and_that_they_were_freed() -> None:
     error.name = "SUCCESS"
     assert groups.errored() == "its process groups were freed"
     groups.close()
+
+
+def test_what_gloo_lost_is_kept_until_its_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real message is lost only now and then: here the work is one that ends when the test says so."""
+    over, is_completed = threading.Event(), False
+
+    def never(work: Any, timeout: Any = None) -> Any:
+        raise RuntimeError("it is not over")
+
+    monkeypatch.setattr(dist.Work, "wait", never)
+    monkeypatch.setattr(gloo_waits, "LOST_S", 0.0)
+    waits = gloo_waits.GlooWaits(over, lambda: True)
+    work: Any = SimpleNamespace(_get_op_type=lambda: 0, is_completed=lambda: is_completed)
+    over.set()
+    with waits.in_spells(), pytest.raises(RuntimeError, match="Gloo lost a message when the members changed"):
+        dist.Work.wait(work)
+    assert waits.left == [work]
+    groups = nn.Linear(1, 1)  # of what can be there, something that tells of its end
+    ended = weakref.ref(groups)
+    keep_until_over(groups, waits.left)
+    del groups
+    end_kept()
+    assert ended() is not None
+    is_completed = True
+    end_kept()
+    assert ended() is None
+    with waits.in_spells():
+        assert waits.left == []
 
 
 def test_who_waits_for_a_device_to_be_connected_is_freed_when_the_members_change(

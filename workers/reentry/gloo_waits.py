@@ -36,18 +36,18 @@ class GlooWaits:
         applies: returns whether all groups are Gloo's.
 
     Attributes:
-        left: something that has been waited for is not over: Gloo's threads may never come out of it.
+        left: what has been waited for and is not over: Gloo's threads come out of it after its time-out, and no sooner.
     """
 
     def __init__(self, over: threading.Event, applies: Callable[[], bool]) -> None:
         self._over, self._applies = over, applies
-        self.left = False
+        self.left: list[dist.Work] = []
 
     @contextlib.contextmanager
     def in_spells(self) -> Iterator[None]:
         """Returns a context in which whoever waits for a collective from Python waits so."""
         own: Any = dist.Work.wait
-        self.left = False
+        self.left = []
 
         def wait(work: Any, timeout: timedelta = NO_LIMIT) -> Any:
             if work._get_op_type() not in COLLECTIVES or not self._applies():
@@ -60,7 +60,7 @@ class GlooWaits:
                     now_s = time.monotonic()
                     freed_s = freed_s or now_s
                     if now_s - freed_s > LOST_S:
-                        self.left = True
+                        self.left.append(work)
                         raise RuntimeError("Gloo lost a message when the members changed") from None
 
             return wait_in_spells(partial(own, work), work.is_completed, look, SPELL_S, timeout or NO_TIMEOUT)

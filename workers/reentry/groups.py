@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d
 from elaunch import threads
 from elaunch.errors import UsageError
 from elaunch.workers.comm.native import ended, sockets
-from elaunch.workers.comm.native.bulk import keep
+from elaunch.workers.comm.native.bulk import end_kept, keep, keep_until_over
 from elaunch.workers.comm.native.groups import meet
 from elaunch.workers.comm.native.hangups import Hangups, await_failure, communicator_of
 from elaunch.workers.comm.native.nccl import SETTINGS, error_of
@@ -309,9 +309,10 @@ class FunctionGroups:
             self._connections = []
             devices, self._device_groups, self._communicators = self._device_groups, [], []
         threads.start("elaunch-groups-drain", self._drain, lambda _: None)
+        self._begin_end("elaunch-groups-close", end_kept)
         keep(devices)  # their destructors block for long
         if self._waits.left:
-            keep(groups)  # their ends would wait for threads that Gloo has lost
+            keep_until_over(groups, self._waits.left)  # their ends would wait for threads that Gloo has lost
         else:
             # Gloo's ends its threads, which takes some milliseconds.
             self._begin_end("elaunch-groups-close", groups.clear)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -107,6 +109,35 @@ def keep(what: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
-def release(what: Any) -> None:
-    """Takes back one `keep` of something, which is destroyed once nobody else has it."""
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(what))
+def keep_until_over(what: Any, works: Sequence[_Work]) -> None:
+    """Keeps something that threads of a backend use until they are done with these works.
+
+    `end_kept` destroys it then; what they never come out of stays for as long as this process lives.
+    """
+    kept = _Kept(what, tuple(works))
+    keep(kept)
+    with _KEEPING:
+        _KEPT.append(kept)
+
+
+def end_kept() -> None:
+    """Destroys what was kept for works that are over by now."""
+    with _KEEPING:
+        over = [one for one in _KEPT if all(work.is_completed() for work in one.works)]
+        _KEPT[:] = [one for one in _KEPT if one not in over]
+    for one in over:
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(one))
+
+
+class _Work(Protocol):
+    def is_completed(self) -> bool: ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    what: Any
+    works: tuple[_Work, ...]
+
+
+_KEPT: list[_Kept] = []
+_KEEPING = threading.Lock()

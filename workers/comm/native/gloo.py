@@ -8,7 +8,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from elaunch.workers.comm.native import sockets
-from elaunch.workers.comm.native.bulk import keep, release
+from elaunch.workers.comm.native.bulk import end_kept, keep_until_over
 from elaunch.workers.comm.native.gloo_work import CLOSED_S, LOOK_S, Collective, GlooWork, GroupEnd, Messages
 
 OPEN_TIMEOUT = timedelta(seconds=30)
@@ -131,14 +130,14 @@ class GlooBulk:
 
         Such a group has four descriptors and a thread.
         """
-        _end_kept()
+        end_kept()
         self._end.pass_by(lambda: not self._end.is_awaited, CLOSED_S)
         end_s = time.monotonic() + ENDING_S
         while (self._end.is_awaited or self._is_stuck()) and time.monotonic() < end_s:
             time.sleep(LOOK_S)
         with self._lock:
             if self._group is not None and self._is_stuck():
-                _keep(_Unended(self._group, self._place, tuple(self._begun)))
+                keep_until_over((self._group, self._place), tuple(self._begun))
             self._group = self._place = None
             self._begun.clear()
             connections, self._connections = self._connections, []
@@ -164,34 +163,6 @@ class GlooBulk:
     def _close_in_child(self) -> None:
         for one in self._connections:
             one.close_in_child()
-
-
-@dataclass(frozen=True, eq=False)
-class _Unended:
-    """A group that was closed while threads of Gloo were in it, with what these use."""
-
-    group: Any
-    place: dist.Store | None
-    begun: tuple[Collective, ...]
-
-
-_KEPT: list[_Unended] = []
-_KEEPING = threading.Lock()
-
-
-def _keep(kept: _Unended) -> None:
-    keep(kept)  # nor does the end of the process destroy it
-    with _KEEPING:
-        _KEPT.append(kept)
-
-
-def _end_kept() -> None:
-    """Destroys those that no thread of Gloo is in any more."""
-    with _KEEPING:
-        over = [one for one in _KEPT if all(work.is_completed() for work in one.begun)]
-        _KEPT[:] = [one for one in _KEPT if one not in over]
-    for one in over:
-        release(one)
 
 
 class _Place(dist.Store):
