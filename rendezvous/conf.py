@@ -13,6 +13,7 @@ from elaunch.errors import LaunchError, UsageError
 from elaunch.rendezvous.security.secret import NodeFiles
 
 ETCD_PORT = 2379
+ETCD_PASSWORD = "ELAUNCH_ETCD_PASSWORD"
 FOUND, WAIT = "found", "wait"  # what nodes do that lose the store
 CONNECT_S = 10.0  # for a store that should be there already
 

@@ -22,7 +22,7 @@ from elaunch.agent.tcp_store.process import StoreProcess, make_store_process
 from elaunch.checkpoints import make_folder as make_checkpoint_folder
 from elaunch.errors import LaunchError
 from elaunch.rendezvous.cluster.opener import StoreOpener
-from elaunch.rendezvous.conf import own_address, parse_endpoints
+from elaunch.rendezvous.conf import ETCD_PASSWORD, own_address, parse_endpoints
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd, free_address
 from elaunch.rendezvous.security.identity import NodeIdentity, TlsFiles
 from elaunch.rendezvous.security.secret import SECRET
@@ -51,7 +51,8 @@ def launch(config: AgentConfig) -> int:
     _check_events(config.output.events, config.node)
     if config.training.checkpoints is not None:
         make_checkpoint_folder(config.training.checkpoints, "--checkpoint-dir")
-    os.environ.pop(SECRET, None)  # it is read by now, and workers need not see it
+    for name in (SECRET, ETCD_PASSWORD):  # they are read by now, and workers need not see them
+        os.environ.pop(name, None)
     rendezvous = config.rendezvous
     identity = NodeIdentity(rendezvous.security, config.job, config.node, rendezvous.encrypts_links)
     hosted: EmbeddedEtcd | None = None

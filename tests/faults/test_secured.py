@@ -200,9 +200,12 @@ def find_folders() -> list[Path]:
     return [path.parent for path in found if x509.load_pem_x509_certificate(path.read_bytes()).issuer == issuer]
 
 
-def test_workers_do_not_see_the_secret_of_a_job_of_one_node(spawn: Spawner) -> None:
+def test_workers_see_neither_the_secret_of_a_job_nor_the_password_of_its_etcd(spawn: Spawner) -> None:
     script = "env; tr '\\0' ' ' </proc/self/environ; cat /proc/self/cmdline"
-    node = spawn.elaunch("--standalone", "--no-python", "sh", "-c", script, env={"ELAUNCH_SECRET": SECRET})
+    secrets = {"ELAUNCH_SECRET": SECRET, "ELAUNCH_ETCD_USER": "root", "ELAUNCH_ETCD_PASSWORD": "word of the store"}
+    node = spawn.elaunch("--standalone", "--no-python", "sh", "-c", script, env=secrets)
     assert node.wait(LIMIT_S) == 0, node.tail()
-    assert "LOCAL_RANK=0" in node.text()
-    assert SECRET not in node.text()
+    for name in ("LOCAL_RANK=0", "ELAUNCH_ETCD_USER=root"):
+        assert name in node.text()
+    for secret in (SECRET, secrets["ELAUNCH_ETCD_PASSWORD"]):
+        assert secret not in node.text()
