@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -102,6 +104,19 @@ def test_a_byte_that_is_changed_on_the_way_ends_the_connection(node: NodeIdentit
                 reader.fill(memoryview(bytearray(10)))
         finally:
             raw.detach()
+
+
+def test_a_connection_that_was_reset_before_it_is_encrypted_is_closed(node: NodeIdentity) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # so that its end is a reset
+    theirs.close()
+    number = ours.fileno()
+    with pytest.raises(ConnectionResetError, match="before the handshake"):
+        LinkSecurity(node.folder).wrap(ours, is_server=False)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
 
 
 def test_ending_a_connection_from_another_thread_never_reads_plain_text(node: NodeIdentity) -> None:

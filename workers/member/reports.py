@@ -53,9 +53,15 @@ def last_told(verdict: Verdict, generation: Generation, known: Told | None) -> T
         generation: that they enter.
         known: the last step of which this worker knows that it was reported (`StepReports.learn`).
     """
+    last = verdict.step - 1
     for one in (known, *(facts.get(TOLD) for facts in verdict.facts)):
-        if one is not None and one[0] == verdict.step - 1 and (not one[1] or one[1] in generation.nodes):
-            return one
+        if one is None:
+            continue
+        step, node = one
+        if step == last and (not node or node in generation.nodes):
+            return step, node
+        if step == last + 1 and not node:  # it has committed only on workers that died; logs have the one before, too
+            return last, ""
     return None
 
 

@@ -27,6 +27,17 @@ class SecureSocket(ssl.SSLSocket):
     _rest = b""
     """What was taken and has not left: OpenSSL wants the same bytes again to go on with them."""
 
+    def getpeername(self) -> Any:
+        """Returns the address of the other end. Of an end that is over when it is wrapped, nothing stays open."""
+        try:
+            return super().getpeername()
+        except OSError as error:
+            if "_connected" in self.__dict__:
+                raise
+            # The library asks once it has taken the socket over, and would leave it to the collector.
+            self.close()
+            raise ConnectionResetError("the connection closed before the handshake") from error
+
     def send(self, data: ReadableBuffer, flags: int = 0) -> int:
         """Sends bytes as other sockets do; an end that the peer has made is told as they tell it."""
         try:
