@@ -52,6 +52,7 @@ class _Change:
         reset: whether links between those that stay have to be made anew.
         causes: for people, each with its Unix time; 0: unknown.
         doubt: whether a member has yet to say whom it cannot reach.
+        is_empty: whether all that stay are newcomers, which hold no state yet.
     """
 
     survivors: tuple[Worker, ...] = ()
@@ -62,6 +63,7 @@ class _Change:
     reset: bool = False
     causes: tuple[tuple[float, str], ...] = ()
     doubt: bool = False
+    is_empty: bool = False
 
     @property
     def aborts_step(self) -> bool:
@@ -246,6 +248,7 @@ def _compare(
         survivors = [worker for worker in (*generation.workers, *back) if worker.id in staying]
         told = [worker for worker in told if worker not in staying]
     of_generation = generation.node_set
+    newcomers = {worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.READY}
     return _Change(
         survivors=tuple(survivors),
         lost=tuple(fates.lost),
@@ -258,6 +261,7 @@ def _compare(
             doc.node in of_generation and not doc.peers.cut and not of_generation.isdisjoint(missing.get(doc.node, ()))
             for doc in nodes
         ),
+        is_empty=newcomers.issuperset(worker.id for worker in survivors),
     )
 
 
@@ -268,7 +272,7 @@ def train(
     change = _compare(view, generation, nodes, now_s, settings)
     if change.done:
         change = replace(change, joiners=())
-        if not change.aborts_step or not change.survivors:
+        if not change.aborts_step or change.is_empty:  # there is nothing to repeat, or nobody who could
             return _closing(generation, change, nodes)
     elif not change.survivors and not change.leaving:
         return _all_lost(view, generation, change, settings)

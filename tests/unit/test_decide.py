@@ -706,6 +706,15 @@ class TestTheEnd:
         docs = node("a", DONE, finished=True), node("b", state)
         assert ended(ask(train("a/0#0"), *docs)).succeeded
 
+    def test_nor_does_one_that_became_a_member_as_the_others_finished(self) -> None:
+        """It finds them gone, but has nothing to go on with."""
+        members = train("a/0#0", "b/0#1")
+        finds = node("b", READY, incarnation=1, unreachable=("a/0#0",))
+        assert ended(ask(members, node("a", DONE, finished=True), finds)).succeeded
+        assert_waits(ask(members, node("a", DONE), finds))
+        holds = node("b", MEMBER, incarnation=1, unreachable=("a/0#0",))
+        assert announced(ask(members, node("a", DONE, finished=True), holds)).ids == ("b/0#1",)
+
     def test_nobody_joins_at_the_end(self) -> None:
         docs = node("a", DONE), node("b", MEMBER), node("c", READY)
         three = replace(SETTINGS, max_nodes=3)
