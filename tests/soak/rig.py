@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
@@ -117,6 +118,8 @@ class Rig:
         name = f"{host}{number or ''}"
         saves = [] if api == "attach" else [f"--checkpoint-dir={self.disk}", "--checkpoint-every=40"]
         clock = self.clocks.get(host)
+        temporary = self.temporary / name
+        temporary.mkdir()
         node = elaunch(
             self.spawn,
             self.folder,
@@ -130,7 +133,7 @@ class Rig:
             *saves,
             script=(SCRIPT, f"--api={api}", f"--steps={STEPS}", f"--control={self.control}"),
             name=name,
-            environment={"TMPDIR": str(self.temporary), **(clock.environment if clock else {})},
+            environment={"TMPDIR": str(temporary), **(clock.environment if clock else {})},
             warm=clock is None,
             within=("ip", "netns", "exec", self.spaces[host]) if clock else (),
             host="" if clock else self.spaces[host],
@@ -206,7 +209,7 @@ class Rig:
         return "\n".join(node.agent.tail(25) for node in self.all)
 
     def kill(self, node: HostNode) -> None:
-        """Kills an agent and all of its workers at once."""
+        """Kills an agent and all of its processes at once; its machine is lost, and so are its files."""
         node.look()
         pids = [node.agent.pid, *node.pids.values()]
         for child in psutil.Process(node.agent.pid).children(recursive=True):
@@ -218,6 +221,7 @@ class Rig:
                 continue
         node.agent.wait(20)
         node.pids.clear()
+        shutil.rmtree(self.temporary / node.name)
 
 
 def with_rig(folder: Path, round_: Round, use: Callable[[Rig], None]) -> None:
