@@ -237,7 +237,10 @@ def _compare(
         and all(present[worker.node].departure.joined >= generation.aborts_step_before for worker in draining)
     )
     survivors, leaving = fates.survivors, list[str]()
-    if not is_urgent and ((fates.has_heir and have_joined) or not (survivors or joiners)):
+    # Where all leave, nobody has to hold the state; but a member would wait for ever for one that was let go before it
+    # came to the present generation.
+    may_all_leave = not (survivors or joiners) and (generation.hold or fates.have_entered)
+    if not is_urgent and ((fates.has_heir and have_joined) or may_all_leave):
         for worker in draining:
             leaving.append(worker.id)
             doc = present[worker.node]

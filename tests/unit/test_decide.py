@@ -505,6 +505,12 @@ class TestLeaving:
         assert (last.ids, last.leaving, last.hold) == ((), ("a/0#0",), True)
         assert_waits(ask(last, node("a", None, draining=True)))
 
+    def test_all_may_leave_once_those_that_came_last_have_entered(self) -> None:
+        now = train("a/0#0", "b/0#0")
+        a = node("a", MEMBER, draining=True, joined=5)
+        assert_waits(ask(now, a, node("b", READY, draining=True)))
+        assert announced(ask(now, a, node("b", MEMBER, draining=True, joined=5))).leaving == ("a/0#0", "b/0#0")
+
 
 class TestHold:
     TWO = replace(SETTINGS, min_nodes=2)
