@@ -67,13 +67,17 @@ class Trainer:
 
     def gradients(self) -> float:
         """Compute the gradients of this step; return what this worker adds to the loss."""
-        member = self.job.member
-        mine = self.samples(self.job.step)[member.rank :: member.size]
-        inputs, targets = (torch.stack(rows).to(member.device) for rows in zip(*map(self.dataset.__getitem__, mine)))
-        # FSDP2 takes the mean over the members, who may have different numbers of samples.
+        job = self.job
+        if not job.trains:
+            return 0.0  # it leaves after this step, and the others have its shards and samples
+        mine = self.samples(job.step)[job.rank :: job.size]
+        inputs, targets = (
+            torch.stack(rows).to(job.member.device) for rows in zip(*map(self.dataset.__getitem__, mine))
+        )
+        # FSDP2 takes the mean over those with shards, who may have different numbers of samples.
         share = len(mine) / self.args.batch_size
-        loss = F.cross_entropy(self.job.model(inputs).flatten(0, 1), targets.flatten()) * share
-        (loss * member.size).backward()
+        loss = F.cross_entropy(job.model(inputs).flatten(0, 1), targets.flatten()) * share
+        (loss * job.size).backward()
         return float(loss.item())
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
+from elaunch.rendezvous.embedded import EmbeddedEtcd
 from tests.helpers import ROOT, Spawner, soak
-from tests.jobs.watch import Node, elaunch
+from tests.jobs.watch import Node, elaunch, wait_for_members, wait_for_step
 
 SCRIPT = ROOT / "tests" / "jobs" / "fsdp_hooks.py"
 STEPS = 14
@@ -63,6 +65,25 @@ def test_the_others_go_on_whoever_dies(
     node = run(spawn, tmp_path, workers, *flags, deaths=deaths)
     assert_as_undisturbed(node, calm)
     assert {event["attempt"] for event in node.events("worker_started") if "attempt" in event} <= {0}
+
+
+def test_a_node_that_drains_gives_its_shards_away(etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path) -> None:
+    flags = ("--nnodes=1:2", "--nproc-per-node=2", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job")
+    script = (SCRIPT, *SMALL, "--sleep=0.2")
+    nodes = [elaunch(spawn, tmp_path, *flags, f"--node-name={name}", script=script, name=name) for name in "ab"]
+    wait_for_members(nodes, 4)
+    wait_for_step(nodes, 3)
+    nodes[1].agent.signal(signal.SIGTERM)
+    for node in nodes:
+        assert node.agent.wait(100) == 0, node.agent.tail()
+    assert "node b leaves; 2 workers go on" in nodes[0].agent.text()
+    calm = run(spawn, tmp_path, 4)
+    expected = {event["step"]: (event["digest"], event["loss"]) for event in calm.events("step")}
+    found = {event["step"]: (event["digest"], event["loss"]) for node in nodes for event in node.events("step")}
+    assert found.keys() == expected.keys()
+    for step, (digest, loss) in expected.items():
+        assert found[step] == (digest, pytest.approx(loss, rel=1e-9))
+    assert weights(nodes[0]) == pytest.approx(weights(calm), rel=1e-9)
 
 
 def test_where_a_copy_was_not_complete_one_step_more_is_done_again(spawn: Spawner, tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ job = FullySharded(build, shard, optimizer, copies=1)
 job.member.join()
 while job.step < steps or not job.member.finish():
     with job.member.attempt():
-        loss = loss_fn(job.model(inputs), targets)
-        loss.backward()
+        if job.trains:  # not where this worker leaves after the step: its shards are elsewhere by then
+            loss = loss_fn(job.model(inputs), targets)
+            loss.backward()
         job.commit()
 """
 
@@ -31,6 +32,11 @@ from elaunch.workers.state.tensors import TensorSpace
 
 REPLICAS, SHARDS = "replicas", "shards"
 """The axes of the mesh; where there is one replica, only the second one."""
+
+_NO_MODEL = (
+    "this worker has no shards: call member.join() first; and where job.trains is false, since this worker is about to "
+    "leave, call job.commit() alone"
+)
 
 
 class FullySharded:
@@ -76,17 +82,42 @@ class FullySharded:
         self._space = TensorSpace(self.member.worker, self.member.device)
 
     @property
+    def trains(self) -> bool:
+        """Returns whether this member has shards. One that leaves has none in its last step, which it only commits."""
+        return self.mesh is not None
+
+    @property
+    def size(self) -> int:
+        """Returns how many members have shards, and so do the step; 0 on one that has none."""
+        return int(self.mesh.size()) if self.mesh is not None else 0
+
+    @property
+    def rank(self) -> int:
+        """Returns the place of this member among those that have shards.
+
+        Raises:
+            StateError: it has none (`trains`).
+        """
+        place = self.mesh.get_coordinate() if self.mesh is not None else None
+        if self.mesh is None or place is None:
+            raise StateError(_NO_MODEL)
+        rank = 0
+        for index, length in zip(place, self.mesh.shape, strict=True):
+            rank = rank * length + index
+        return rank
+
+    @property
     def model(self) -> nn.Module:
         """Returns the model, over the members of the time: another one after each change."""
         if self._model is None:
-            raise StateError("call member.join() first: there is no model yet")
+            raise StateError(_NO_MODEL)
         return self._model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """Returns the optimizer of the model."""
         if self._optimizer is None:
-            raise StateError("call member.join() first: there is no optimizer yet")
+            raise StateError(_NO_MODEL)
         return self._optimizer
 
     def commit(self, note: bytes = b"") -> list[bytes]:
