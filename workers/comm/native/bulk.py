@@ -114,7 +114,7 @@ def keep_until_over(what: Any, works: Sequence[_Work]) -> None:
 
     `end_kept` destroys it then; what they never come out of stays for as long as this process lives.
     """
-    kept = _Kept(what, tuple(works))
+    kept = _Unended(what, tuple(works))
     keep(kept)
     with _KEEPING:
         _KEPT.append(kept)
@@ -134,10 +134,10 @@ class _Work(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
+class _Unended:
     what: Any
     works: tuple[_Work, ...]
 
 
-_KEPT: list[_Kept] = []
+_KEPT: list[_Unended] = []
 _KEEPING = threading.Lock()
