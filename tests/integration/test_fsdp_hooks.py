@@ -77,6 +77,7 @@ def test_a_node_that_drains_gives_its_shards_away(etcd: EmbeddedEtcd, spawn: Spa
     for node in nodes:
         assert node.agent.wait(100) == 0, node.agent.tail()
     assert "node b leaves; 2 workers go on" in nodes[0].agent.text()
+    assert [event.get("exitcode") for event in nodes[1].events("worker_exited")] == [0, 0], nodes[1].agent.tail()
     calm = run(spawn, tmp_path, 4)
     expected = {event["step"]: (event["digest"], event["loss"]) for event in calm.events("step")}
     found = {event["step"]: (event["digest"], event["loss"]) for node in nodes for event in node.events("step")}
