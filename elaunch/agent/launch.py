@@ -108,9 +108,7 @@ def launch(config: AgentConfig) -> int:
         finally:
             telemetry.close()
     finally:
-        if signal.getsignal(signal.SIGALRM) is _strike_again:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        _strike_no_more()
         for number in handlers:
             signal.signal(number, signal.SIG_IGN)  # what follows is short, and must not be cut short
         if hosted is not None:
@@ -172,6 +170,13 @@ def _stop_early(number: int, frame: FrameType | None) -> None:
 
 def _strike_again(number: int, frame: FrameType | None) -> None:
     signal.raise_signal(_struck[-1])
+
+
+def _strike_no_more() -> None:
+    """Has no signal come again. Before the interpreter ends it must be called: there SIGALRM ends the process."""
+    if signal.getsignal(signal.SIGALRM) is _strike_again:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
 def _serves(hosted: EmbeddedEtcd, rendezvous: RendezvousSettings, say: Callable[[str], None]) -> bool:

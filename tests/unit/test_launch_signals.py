@@ -7,7 +7,7 @@ import sys
 
 LOST = """
 import signal, time
-from elaunch.agent.launch import _stop_early
+from elaunch.agent.launch import _stop_early, _strike_no_more
 from elaunch.errors import LaunchError
 
 class Callback:
@@ -19,7 +19,9 @@ try:
     Callback()
     time.sleep(30)
 except LaunchError as error:
+    _strike_no_more()
     print(error)
+    time.sleep(0.5)  # as where the end of the interpreter takes long
 """
 
 
@@ -44,7 +46,9 @@ try:
         os._exit(0)
     time.sleep(30)
 except LaunchError as error:
+    launch._strike_no_more()
     print(error)
+    time.sleep(0.5)
 """
 
 
