@@ -1,14 +1,14 @@
 """Packs what a machine without internet needs to run elaunch and its benchmarks, beside torch.
 
-    python benchmarks/pack.py --python 3.12 packed        # here; 28 MB for the default machine
+    python benchmarks/pack.py --python 3.12 packed        # here; 33 MB for the default machine
 
 Copy the repository and the folder there, and run there:
 
     python3 -m pip install --no-index --no-deps --target site packed/*.whl
     PYTHONPATH=$PWD/site python3 benchmarks/accelerator.py
 
-The folder has a wheel of each package that setup.cfg requires, etcd among them, with the version of constraints.txt,
-for Linux on x86-64.
+The folder has a wheel of each package that setup.cfg requires, etcd among them, and of each that those require, with
+the versions of constraints.txt, for Linux on x86-64.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def required(setup: str) -> list[str]:
 
 
 def command(names: Sequence[str], python: str, folder: Path) -> list[str]:
-    """Returns the command that downloads a wheel of each package for another machine's interpreter."""
+    """Returns the command that downloads wheels of packages and of all they need for another machine's interpreter."""
     return [
-        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"),
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:"),
         *(f"--python-version={python}", "--implementation=cp", *(f"--platform={name}" for name in PLATFORMS)),
         *(f"--dest={folder}", f"--constraint={ROOT / 'constraints.txt'}", *names),
     ]
