@@ -1,10 +1,12 @@
-"""The estimator's peak of memory beside what torch's allocator counts, on CPUs: each worker a process of its own.
+"""The estimator's peak of memory beside what torch's allocator counts: each worker a process of its own.
 
     python benchmarks/peak_memory.py
+    python benchmarks/peak_memory.py --device gpu     # the workers share one device; a larger model
 
-The GPT of `examples/train_gpt_hybrid.py`, float32, AdamW. What is counted are the bytes that malloc has given out, by
-which torch allocates on CPUs, at their greatest after any operation of the steps after the first; of what was there
-between two steps, parameters, masters and optimizer states count. The estimate is that of `elaunch.policy.estimate`
+The GPT of `examples/train_gpt_hybrid.py`, float32, AdamW. What is counted on CPUs are the bytes that malloc has given
+out, by which torch allocates there, at their greatest after any operation of the steps after the first; on a GPU it is
+`torch.cuda.max_memory_allocated` of these steps. Of what was there between two steps, parameters, masters and optimizer
+states count. The estimate is that of `elaunch.policy.estimate`
 with the profile that a job would measure: sizes of parameters as they are known without running, kept bytes of each
 layer as metered in the first step. Nothing is timed.
 """
@@ -87,9 +89,31 @@ class PeakMeter(TorchDispatchMode):
         return found
 
 
-def work(case: Case, place: int, pipe: multiprocessing.connection.Connection) -> None:
+def _peak_on_cpu(engine: Engine) -> int:
+    """Trains, and returns how much more than before was allocated at the worst moment."""
+    before = allocated_bytes()
+    with PeakMeter() as meter:
+        for _ in range(STEPS - 1):
+            engine.train_step()
+    peak: int = meter.peak_bytes - before
+    return peak
+
+
+def _peak_on_gpu(engine: Engine) -> int:
+    """Does the same on a GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for _ in range(STEPS - 1):
+        engine.train_step()
+    peak: int = torch.cuda.max_memory_allocated() - before
+    return peak
+
+
+def work(case: Case, place: int, on_gpu: bool, pipe: multiprocessing.connection.Connection) -> None:
     """A worker: tells its address, hears all, trains, tells its peak and what its layers keep."""
     torch.set_num_threads(1)
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     worker = case.plan.workers[place]
     transport = Transport(worker, "memory")
     pipe.send(transport.address)
@@ -101,18 +125,15 @@ def work(case: Case, place: int, pipe: multiprocessing.connection.Connection) ->
         example.loss_fn,
         partial(example.adamw, lr=1e-3),
         case.plan,
-        EngineSettings(dataset=dataset, snapshots=0, **case.settings),
+        EngineSettings(dataset=dataset, snapshots=0, device=device, **case.settings),
         group=Group(transport, 1, case.plan.workers),
     )
-    watch = Stopwatch(torch.device("cpu"), meter=True)
+    watch = Stopwatch(device, meter=True)
     engine.train_step(watch=watch)
     gc.collect()
-    # What the interpreter, torch and the links have allocated is no part of it.
-    before = allocated_bytes() - sum(engine.memory_bytes().values())
-    with PeakMeter() as meter:
-        for _ in range(STEPS - 1):
-            engine.train_step()
-    peak = meter.peak_bytes - before
+    # What the interpreter, torch, its libraries' workspaces and the links have allocated is no part of it.
+    own_bytes = sum(engine.memory_bytes().values())
+    peak = own_bytes + (_peak_on_gpu if on_gpu else _peak_on_cpu)(engine)
     layers, _ = engine.builder.described()
     pipe.send((peak, watch.kept_bytes, engine.memory_bytes(), layers))
     pipe.recv()
@@ -120,13 +141,13 @@ def work(case: Case, place: int, pipe: multiprocessing.connection.Connection) ->
     transport.close()
 
 
-def measure(case: Case) -> tuple[dict[str, int], Profile]:
+def measure(case: Case, on_gpu: bool) -> tuple[dict[str, int], Profile]:
     """The peak of each worker, and the profile that the workers have measured."""
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
     for place in range(len(case.plan.workers)):
         here, there = context.Pipe()
-        processes.append(context.Process(target=work, args=(case, place, there), daemon=True))
+        processes.append(context.Process(target=work, args=(case, place, on_gpu, there), daemon=True))
         processes[-1].start()
         pipes.append(here)
 
@@ -167,9 +188,9 @@ def measure(case: Case) -> tuple[dict[str, int], Profile]:
     return dict(zip(case.plan.workers, (one[0] for one in told), strict=True)), profiled
 
 
-def cases(quick: bool) -> list[Case]:
+def cases(quick: bool, on_gpu: bool) -> list[Case]:
     """What is run."""
-    width, blocks, batch, micro = (64, 2, 16, 2) if quick else (256, 6, 32, 4)
+    width, blocks, batch, micro = (64, 2, 16, 2) if quick else (768 if on_gpu else 256, 6, 32, 4)
     n_layers = blocks + 2
 
     def plan(**degrees: Any) -> Plan:
@@ -210,16 +231,18 @@ def cases(quick: bool) -> list[Case]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--only", default="", metavar="CASE,…", help="names of cases (default: all)")
     args = parser.parse_args()
-    report = Report("peak memory: estimated, and counted by the allocator")
+    report = Report(f"peak memory on {args.device}: estimated, and counted by the allocator")
     errors: list[tuple[float, str]] = []
     wanted = [name for name in args.only.split(",") if name]
-    for case in cases(args.quick):
+    on_gpu = args.device == "gpu"
+    for case in cases(args.quick, on_gpu):
         if wanted and case.name not in wanted:
             continue
         print(case.name, file=sys.stderr, flush=True)
-        counted, profiled = measure(case)
+        counted, profiled = measure(case, on_gpu)
         estimated = estimate_step(case.plan, profiled).peak_bytes
         for stage, worker in enumerate(case.plan.workers):
             error = estimated[worker] / counted[worker] - 1
