@@ -34,7 +34,7 @@ from elaunch.workers.barrier import UNSAID, StepRecord
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.link import NEVER
-from elaunch.workers.comm.native.choice import maker, warm_up
+from elaunch.workers.comm.native.choice import maker
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.comm.transport import Transport
@@ -109,6 +109,7 @@ class Member(Planned):
         self.device = take_device(client.local_rank)
         native = native and uses_native(os.environ, self.device.type, keeps_order)
         self.native = NativeGroups(maker(client.host, self.device) if native else None)
+        self.native.load(self.device)
         self._transport.watch(self.native.poison)
         self.torch_groups = TorchGroups(lambda: self.group, self.device.type, self.native, lambda: self.generation)
         parts = self.checkpoints, self.policy, self._reports, self.native, self.torch_groups.works
@@ -205,7 +206,7 @@ class Member(Planned):
         Raises:
             StateError: the state of the job is lost.
         """
-        warm_up(self.device, self.native.offered)
+        self.native.await_load()
         self._client.ready(self._transport.address, takes_plans)
         self.settle()
         self._reports.begin()

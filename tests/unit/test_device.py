@@ -5,11 +5,14 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from elaunch.workers.comm.native import warm_up
+from elaunch.workers.comm.native.warm_up import WarmUp
 from elaunch.workers.device import keep_freed_memory, load_kernels
 
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -89,3 +92,35 @@ def test_what_a_joiner_loads_draws_no_random_numbers(kind: str) -> None:
     before = drawn_from()
     load_kernels(device)
     assert torch.equal(drawn_from(), before)
+
+
+class TestWarmUp:
+    """`meta` stands for an accelerator: nothing is computed on it."""
+
+    def test_a_device_is_loaded_while_the_script_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        may_end, loaded = threading.Event(), []
+
+        def load(device: torch.device) -> None:
+            assert may_end.wait(20)
+            loaded.append(device.type)
+
+        monkeypatch.setattr(warm_up, "load_kernels", load)
+        loading = WarmUp(torch.device("meta"), "")
+        assert loaded == []
+        may_end.set()
+        loading.wait()
+        assert loaded == ["meta"]
+
+    def test_what_fails_is_raised_where_the_script_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def load(device: torch.device) -> None:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(warm_up, "load_kernels", load)
+        loading = WarmUp(torch.device("meta"), "")
+        loading.end()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loading.wait()
+
+    def test_on_the_cpu_there_is_nothing_to_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(warm_up, "load_kernels", lambda device: pytest.fail("it loads"))
+        WarmUp(torch.device("cpu"), "gloo").wait()

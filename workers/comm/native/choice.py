@@ -9,27 +9,12 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from elaunch.workers.comm.native import nccl
 from elaunch.workers.comm.native.bulk import Bulk
 from elaunch.workers.comm.native.gloo import GlooBulk
 from elaunch.workers.comm.native.hccl import HcclBulk, Npu
 from elaunch.workers.comm.native.nccl import NcclBulk
 from elaunch.workers.comm.native.nccl2 import Nccl2Bulk, is_chosen
 from elaunch.workers.comm.native.reconfigure import LeftGroups
-from elaunch.workers.device import load_kernels
-
-
-def warm_up(device: torch.device, backend: str) -> None:
-    """Has a worker load what it would load in its first steps, while those whom it joins train; returns when it has.
-
-    Args:
-        device: where it computes.
-        backend: of its native groups; "": it has none.
-    """
-    if device.type != "cpu":
-        load_kernels(device)
-    if backend == NcclBulk.backend:
-        nccl.load(device)
 
 
 def maker(host: str, device: torch.device) -> Callable[[], Bulk] | None:

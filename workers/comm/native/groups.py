@@ -9,10 +9,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from elaunch import threads
 from elaunch.workers.comm.native.bulk import Bulk
+from elaunch.workers.comm.native.warm_up import WarmUp
 
 MEET_TIMEOUT_S = 120.0
 """For the members to come to the opening; a slow one loads its state meanwhile."""
@@ -125,6 +127,7 @@ class NativeGroups:
         self._threads: list[threading.Thread] = []
         self._members: tuple[str, ...] = ()
         self._failures = 0
+        self._warm_up: WarmUp | None = None
         self.needs: Callable[[tuple[str, ...]], Needs] = lambda members: [GroupKey(EVERYONE, members)]
 
     @property
@@ -206,6 +209,19 @@ class NativeGroups:
     def offered(self) -> str:
         """Name of the backend of the groups that this worker can make; "": of none."""
         return self._make().backend if self._make is not None else ""
+
+    def load(self, device: torch.device) -> None:
+        """Begins to load, in the background, what a device and the backend load in the first steps of a worker."""
+        self._warm_up = WarmUp(device, self.offered)
+
+    def await_load(self) -> None:
+        """Returns when it is loaded.
+
+        Raises:
+            Exception: what loading has failed with.
+        """
+        if self._warm_up is not None:
+            self._warm_up.wait()
 
     def open_for_state(
         self, generation: int, members: tuple[str, ...], rank: int, connect: Connect, look: Callable[[], object]
@@ -363,6 +379,8 @@ class NativeGroups:
         """Leaves the job. A thread still in a backend when the interpreter ends would end the process by an abort."""
         self.pause()
         self.settled(())
+        if self._warm_up is not None:
+            self._warm_up.end()
         for thread in self._threads:
             thread.join(END_S)
 

@@ -74,8 +74,7 @@ class NcclBulk:
     def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
         """Makes the communicator, sums once over it, and exchanges a number with each member if there are messages."""
         refuse_version(torch.cuda.nccl.version())
-        os.environ.update(SETTINGS)
-        os.environ.setdefault(NONBLOCKING_TIMEOUT, str(int(FIRST_SUM_S)))
+        set_environment()
         torch.cuda.set_device(self._device)
         older = sockets.inodes()
         self._connect(store, rank, size)
@@ -194,6 +193,14 @@ def await_aborts() -> None:
 
 _ABORTS: deque[threading.Thread] = deque(maxlen=64)
 """The last ones; of one that began long ago nothing is left."""
+
+
+def set_environment() -> None:
+    """Sets what torch and NCCL read when a communicator is made."""
+    for name, value in SETTINGS.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    os.environ.setdefault(NONBLOCKING_TIMEOUT, str(int(FIRST_SUM_S)))
 
 
 def load(device: torch.device) -> None:
