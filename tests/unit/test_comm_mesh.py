@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from elaunch.errors import GenerationChanged, MeshError
+from elaunch.workers.comm import mesh
 from elaunch.workers.comm.group import Group
-from elaunch.workers.comm.mesh import Meshes
+from elaunch.workers.comm.mesh import Meshes, in_backward
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.comm.transport import Transport
 from tests.helpers import ROOT
@@ -97,3 +101,44 @@ def test_they_are_imported_without_dynamo() -> None:
     code = "import sys, elaunch.workers.comm.mesh; print('torch._dynamo' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"
+
+
+@pytest.mark.parametrize("surroundings", [torch.no_grad, torch.inference_mode, nullcontext])
+def test_something_is_done_while_torch_goes_backward(surroundings: Callable[[], AbstractContextManager[None]]) -> None:
+    done: list[int] = []
+    with surroundings():
+        in_backward(torch.device("cpu"), lambda: done.append(threading.get_ident()))
+    assert done == [threading.get_ident()], "the backward of the CPU runs in the thread that asks for it"
+
+
+def test_equal_meshes_are_forgotten_in_the_thread_of_a_devices_backward_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    where: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(is_initialized=lambda: True))
+    monkeypatch.setattr(mesh, "in_backward", lambda device, do: where.append(device.type))
+    mesh.forget_equal_meshes()
+    assert where == ["meta"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
+def test_the_backward_of_an_accelerator_has_caches_of_its_own_that_are_emptied(world: World) -> None:
+    found: list[tuple[int, int]] = []
+    propagate = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    device = torch.device("cuda", torch.cuda.current_device())
+    one = world.mesh()
+
+    def look() -> None:
+        found.append((threading.get_ident(), propagate.cache_info().currsize))
+
+    def fill() -> None:
+        product(one)
+        look()
+
+    in_backward(device, fill)
+    mesh.forget_equal_meshes()
+    in_backward(device, look)
+    assert found[0][0] == found[1][0] != threading.get_ident()
+    assert found[0][1] > found[1][1] == 0

@@ -13,7 +13,8 @@ whatever operation runs, in forward or backward, and the next generation makes a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
@@ -140,8 +141,34 @@ class Meshes:
 def forget_equal_meshes() -> None:
     """Empties the caches of DTensor, which take two meshes of the same shape for one.
 
-    What they hold refers to the former mesh: to its groups, and to the place that this worker had in it.
+    What they hold refers to the former mesh: to its groups, and to the place that this worker had in it. Each thread
+    has caches of its own, and the backward of an accelerator runs in one that torch keeps for it.
     """
+    _forget_here()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
+        in_backward(torch.device(accelerator.type, torch.accelerator.current_device_index()), _forget_here)
+
+
+def in_backward(device: torch.device, do: Callable[[], None]) -> None:
+    """Does something in the thread in which torch goes backward on a device; on the CPU that is the present one."""
+
+    class Does(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override,unused-ignore]
+            do()
+            return gradient
+
+    with torch.inference_mode(False), torch.enable_grad():
+        there = Does.apply(torch.zeros((), device=device, requires_grad=True))  # type: ignore[no-untyped-call]
+        there.backward()
+
+
+def _forget_here() -> None:
     # What torch.distributed.tensor.debug does, which to import takes dynamo, and with that a second.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
