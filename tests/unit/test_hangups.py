@@ -75,6 +75,58 @@ def test_nothing_is_told_after_the_end() -> None:
     ours.close()
 
 
+class TestHold:
+    """What is about to be called waits for what the end of a connection means."""
+
+    @pytest.fixture(autouse=True)
+    def lost(self) -> Iterator[None]:
+        self.over, self.asked, self.answer = threading.Event(), threading.Event(), threading.Event()
+        self.is_loss = True
+
+        def ended() -> None:
+            self.asked.set()
+            assert self.answer.wait(10)
+            if self.is_loss:
+                self.over.set()
+
+        self.hangups = Hangups(ended)
+        older = sockets.inodes()
+        self.ours, self.theirs = connection()
+        self.hangups.watch(older)
+        yield
+        self.answer.set()
+        self.hangups.close()
+        for one in (self.ours, self.theirs):
+            one.close()
+
+    def test_it_goes_on_at_once_while_all_are_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(self.over, "wait", lambda _: pytest.fail("it waits"))
+        self.hangups.hold(self.over)
+
+    @pytest.mark.parametrize("is_asked", [False, True])
+    def test_it_ends_with_the_group(self, is_asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("elaunch.workers.comm.native.hangups.HOLD_S", 20.0)
+        self.theirs.close()
+        if is_asked:
+            assert self.asked.wait(10)
+        threading.Timer(0.05, self.answer.set).start()
+        with pytest.raises(RuntimeError, match="a peer of a process group is lost"):
+            self.hangups.hold(self.over)
+
+    def test_it_goes_on_where_nothing_comes_of_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_loss = False
+        self.theirs.close()
+        assert self.asked.wait(10)
+        self.hangups.hold(self.over)
+        monkeypatch.setattr(self.over, "wait", lambda left_s: left_s == pytest.approx(0) and None)
+        self.hangups.hold(self.over)  # no longer than once for one end
+
+    def test_nothing_is_waited_for_after_the_end(self) -> None:
+        self.hangups.close()
+        self.theirs.close()
+        self.hangups.hold(self.over)
+
+
 def test_a_communicator_fails_when_nccl_says_so_and_not_before() -> None:
     answers = iter([SUCCESS, IN_PROGRESS, SUCCESS, REMOTE])
     assert await_failure(lambda: [1], threading.Event(), lambda _: next(answers))

@@ -34,6 +34,7 @@ from elaunch.workers.comm.native import ended, sockets
 from elaunch.workers.comm.native.bulk import end_kept, keep, keep_until_over
 from elaunch.workers.comm.native.groups import meet
 from elaunch.workers.comm.native.hangups import Hangups, await_failure, communicator_of
+from elaunch.workers.comm.native.held_calls import before_grouped
 from elaunch.workers.comm.native.nccl import SETTINGS, error_of
 from elaunch.workers.reentry.gloo_waits import GlooWaits
 
@@ -112,8 +113,9 @@ class FunctionGroups:
         rendezvous._create_c10d_store = lambda *args, **more: dist.PrefixStore(entry, self._store(*args, **more))
         shutdown: Callable[[Any], None] = dist.ProcessGroup.shutdown
         dist.ProcessGroup.shutdown = lambda group: self._shut_down(group, shutdown)  # type: ignore[assignment]
+        grouped = before_grouped(self._hold) if dist.is_nccl_available() else contextlib.nullcontext()
         try:
-            with self._waits.in_spells():
+            with self._waits.in_spells(), grouped:
                 yield
         finally:
             distributed_c10d._new_process_group_helper = self._helper
@@ -129,8 +131,9 @@ class FunctionGroups:
                 return
             self._over.set()
             connections, groups = list(self._connections), list(self._device_groups)
+        self._abort(groups)  # first: what torch gives to one that has lost a peer meanwhile may end the process
         _end_store_clients(self._older)
-        self._end(connections, groups)
+        self._end(connections)
 
     @property
     def on_device(self) -> bool:
@@ -163,6 +166,10 @@ class FunctionGroups:
                 self._communicators = found
             self._hangups = self._hangups or Hangups(self._after_hangup)
             self._hangups.watch(self._older)
+
+    def _hold(self) -> None:
+        if self._hangups is not None:
+            self._hangups.hold(self._over)
 
     def _after_hangup(self) -> None:
         if await_failure(self._living_communicators, self._over):
@@ -253,7 +260,8 @@ class FunctionGroups:
             self._device_groups += devices
             over = self._over.is_set()
         if over:
-            self._end(found, devices)
+            self._abort(devices)
+            self._end(found)
             raise RuntimeError("the members have changed while a process group was made")
 
     def _connect_devices(self) -> None:
@@ -317,10 +325,13 @@ class FunctionGroups:
             # Gloo's ends its threads, which takes some milliseconds.
             self._begin_end("elaunch-groups-close", groups.clear)
 
-    def _end(self, connections: Sequence[sockets.Socket], groups: Sequence[Any]) -> None:
-        """Frees whoever waits in some connections of Gloo's, and in groups of devices."""
+    def _abort(self, groups: Sequence[Any]) -> None:
+        """Frees whoever waits in groups of devices."""
         for group in groups:
             self._begin_end("elaunch-group-abort", group.abort)
+
+    def _end(self, connections: Sequence[sockets.Socket]) -> None:
+        """Frees whoever waits in some connections of Gloo's."""
         end_s = time.monotonic() + SENT_S
         sending = list(connections)
         while sending:

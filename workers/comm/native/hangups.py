@@ -1,8 +1,9 @@
 """Tells at once when a peer closes a connection that this process has, by a thread that sleeps until then.
 
 NCCL knows of a lost peer as soon as the kernel has closed its end, which may be a tenth of a second before anybody
-hears of its death, since a process with a device takes that long to be torn down. Whatever torch gives to a
-communicator meanwhile fails twice within one call, and that ends the process: so it is aborted first.
+hears of its death, since a process with a device takes that long to be torn down. What torch gives to a communicator
+meanwhile fails twice within one call where it is grouped, as functional collectives and messages are, and that ends the
+process. So it is aborted first, and who is about to call such an operation looks for the end of connections before.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ ERROR_S = 1.0
 
 LOOK_S = 0.0005
 
+HOLD_S = 0.1
+"""The most that an operation waits for what the end of a connection means; NCCL takes note within a millisecond."""
+
 SUCCESS, IN_PROGRESS = 0, 7  # of ncclResult_t
 
 
@@ -42,6 +46,7 @@ class Hangups:
         self._poll.register(self._wake, select.EPOLLIN)
         self._seen: set[int] = set()
         self._closed = threading.Event()
+        self._since_s: float | None = None  # when the end was noticed whose meaning is being found out
         threads.start("elaunch-hangups", self._run, lambda _: None)
 
     def watch(self, older: Collection[int]) -> None:
@@ -60,17 +65,44 @@ class Hangups:
                 self._poll.register(fd, select.EPOLLRDHUP | select.EPOLLONESHOT)
                 self._seen.add(inode)
 
+    def hold(self, over: threading.Event) -> None:
+        """Returns at once, or, where a peer has just closed a connection, when it is known whether that ends a group.
+
+        Args:
+            over: set if so.
+
+        Raises:
+            RuntimeError: it does.
+        """
+        if self._closed.is_set():
+            return
+        since_s = self._since_s
+        if since_s is None and not self._is_noticed():
+            return
+        left_s = HOLD_S if since_s is None else since_s + HOLD_S - time.monotonic()
+        if over.wait(max(0.0, left_s)):
+            raise RuntimeError("a peer of a process group is lost, and the group is freed")
+
     def close(self) -> None:
         """Watches no more. From any thread."""
         self._closed.set()
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
+    def _is_noticed(self, timeout_ms: int | None = 0) -> bool:
+        """Returns whether a connection has ended that `_run` has not taken note of."""
+        asked = select.poll()
+        asked.register(self._poll.fileno(), select.POLLIN)
+        return bool(asked.poll(timeout_ms))
+
     def _run(self) -> None:
         while not self._closed.is_set():
-            self._poll.poll()
+            self._is_noticed(None)
+            self._since_s = time.monotonic()  # before the notice is taken: an operation must see one or the other
+            self._poll.poll(0)
             if not self._closed.is_set():
                 self._ended()
+            self._since_s = None
         self._poll.close()
         os.close(self._wake)
 
@@ -91,9 +123,10 @@ def await_failure(
     """
     error = error or async_error
     end_s = clock() + ERROR_S
-    while clock() < end_s and not over.wait(LOOK_S):
+    while clock() < end_s and not over.is_set():
         if any(error(one) not in (SUCCESS, IN_PROGRESS) for one in communicators()):
             return True
+        over.wait(LOOK_S)
     return False
 
 
@@ -115,8 +148,9 @@ def async_error(communicator: int) -> int:
 
 
 @functools.cache
-def _nccl() -> ctypes.CDLL | None:
+def _nccl() -> ctypes.PyDLL | None:
     try:
-        return ctypes.CDLL("libnccl.so.2")  # the one that torch has loaded
+        # The one that torch has loaded. Its answer comes at once: no other thread is let in between two of them.
+        return ctypes.PyDLL("libnccl.so.2")
     except OSError:
         return None  # torch has it within itself

@@ -120,7 +120,13 @@ class NcclBulk:
         return [work]
 
     def backend_group(self) -> Any:
-        """Returns NCCL's group."""
+        """Returns NCCL's group, for an operation that is called now.
+
+        Raises:
+            RuntimeError: it is closed, or a peer is lost.
+        """
+        if self._hangups is not None:
+            self._hangups.hold(self._over)
         group = self._group
         if group is None or self._over.is_set():
             raise RuntimeError("the group is closed")
