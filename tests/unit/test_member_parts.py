@@ -234,6 +234,16 @@ def test_steps_that_a_lost_agent_had_not_written_are_reported_by_one_of_the_othe
     assert reports[2].facts()[KEPT] == [8, None]
 
 
+@pytest.mark.parametrize(("logged", "again"), [(8, []), (7, [7]), (3, [5, 6, 7])])
+def test_what_the_log_of_a_node_without_workers_has_is_not_reported_again(logged: int, again: list[int]) -> None:
+    clients, reports = reports_of(8, known=5)
+    for one in reports[1:]:
+        one.learn(8, logged, is_planned=False)  # 3: before the job went back to a checkpoint
+    agree(reports[1:], 8, APART[1:])
+    assert clients[1].steps() == [(step, True) for step in again]
+    assert clients[2].steps() == []
+
+
 def test_what_an_agent_that_lives_was_told_is_not_reported_again() -> None:
     clients, reports = reports_of(8, known=5)
     agree([reports[0], reports[2]], 8, (APART[0], APART[2]))  # the worker of another node has died

@@ -165,7 +165,9 @@ class StepReports:
         Args:
             steps: so many have committed.
             logged: so many are known to be in the log of a node (`Generation.logged`): maybe one more, which has
-                committed only on workers that died, and is done again as it was.
+                committed only on workers that died, and is done again as it was; or one less, where the members have
+                made the last one count in this agreement. Otherwise it is of steps before the job went back to a
+                checkpoint.
             is_planned: nothing broke, so the first member reported the last step before it came to the agreement.
             first: the node of that member, which may leave now.
         """
@@ -173,6 +175,8 @@ class StepReports:
             self.told = (steps - 1, "" if self.logged >= steps else first)
         if logged and logged - 1 in (steps - 1, steps):
             self.told = (logged - 1, "")
+        if logged and steps - 2 <= logged - 1 <= steps:
+            self.hear(min(logged, steps))
 
     def agree(self, verdict: Verdict, generation: Generation) -> None:
         """Reports again what others may not have reported, or not to an agent that has written it.
