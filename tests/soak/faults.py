@@ -81,10 +81,12 @@ class Faults:
         yield self._ended(fault.host, self._hit(fault.host, fault.slot, number))
 
     def _two(self, fault: Fault) -> Iterator[Wait]:
-        """Workers of two hosts, so fast after each other that nobody has gone on without the first."""
-        other = HOSTS[(HOSTS.index(fault.host) + 1) % len(HOSTS)]
-        if self.rig.round.api == "attach":
-            other = fault.host  # whose workers have their copies on other hosts
+        """Two workers, so fast after each other that nobody has gone on without the first.
+
+        They are of two hosts where each worker has the whole state; else of one host, as the one copy of what a worker
+        has alone is on another.
+        """
+        other = HOSTS[(HOSTS.index(fault.host) + 1) % len(HOSTS)] if self.rig.round.api == "init" else fault.host
         first = self._hit(fault.host, fault.slot, signal.SIGKILL)
         yield fault.seconds / 40
         second = self._hit(other, 1 - fault.slot, signal.SIGKILL)
