@@ -77,7 +77,9 @@ def test_a_message_that_a_connection_was_in_the_middle_of_ends_with_its_group(
     if how == "receive":
         assert not tensor[-1], "all of it came before the peer was stopped"
     bulk.poison()
-    with pytest.raises((Freed, CollectiveFailed), match="the group is closed"):
+    # Of what is to come in an exchange Gloo may tell, if nothing of it has come yet.
+    told = "the group is closed" + ("|Connection closed by peer" if how == "exchange" else "")
+    with pytest.raises((Freed, CollectiveFailed), match=told):
         waiting.result(5)
     assert all(one.is_closed() for one in bulk._connections), "nothing is written any more"
     if how != "exchange":
