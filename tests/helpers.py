@@ -31,6 +31,7 @@ TEST_ID = "ELAUNCH_TEST_ID"
 """The environment variable that marks every process started during a test, however deep and whoever its parent is."""
 
 POLL_S = 0.005
+STOOD_STILL_S = 1.0  # a pause that takes so much longer than asked says that the process was not run
 END_S = 5.0
 LOG_TAIL_LINES = 40
 
@@ -78,15 +79,18 @@ def wait_until(condition: Callable[[], T | None], timeout_s: float, what: str | 
     """Poll `condition` until it returns something true, and return that; fail the test after `timeout_s` seconds.
 
     `what` says what is waited for ("the worker to exit"); a callable is asked on failure only, so it can show logs.
+    Time in which this process stood still does not count: what it waits for may have stood still with it.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         value = condition()
         if value:
             return value
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        if now >= deadline:
             pytest.fail(f"waited {timeout_s:g} s in vain for {what if isinstance(what, str) else what()}")
         time.sleep(POLL_S)
+        deadline += max(0.0, time.monotonic() - now - STOOD_STILL_S)
 
 
 def find_free_port() -> int:

@@ -69,12 +69,18 @@ class Counted(MemoryStore):
 
 
 class Node:
-    """A node of the job, whose workers are only reported."""
+    """A node of the job, whose workers are only reported.
+
+    Attributes:
+        generations: of which it has heard.
+        told: what else it was told since it joined.
+    """
 
     def __init__(self, store: MemoryStore, number: int) -> None:
         self.name = f"node{number:04d}"
         self.store = cast(Counted, store.session())
         self.generations: list[Generation] = []
+        self.told: list[tuple[str, object]] = []
         self.doc = NodeDoc(self.name, "10.0.0.1", WORKERS // NODES)
         rules = MembershipSettings(NODES // 2, NODES, last_call_s=LIMIT_S, lease_s=10 * LIMIT_S)
         config = JobConfig(NODES // 2, NODES, None)
@@ -86,7 +92,7 @@ class Node:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return lambda *news: None
+        return lambda *news: self.told.append((name, news))
 
     def says(self, state: WorkerState, lost: int = 0, **fields: Any) -> None:
         """Publishes the report, without so many of its first workers."""
@@ -142,7 +148,16 @@ class Job:
         def heard() -> bool:
             return all(one.generations and what(one.generations[-1]) for one in self.nodes)
 
-        wait_until(heard, LIMIT_S, "all nodes to hear of a generation")
+        wait_until(heard, LIMIT_S, lambda: f"all nodes to hear of a generation: {self.tell()}")
+
+    def tell(self) -> str:
+        """Says how far the nodes are, and what each was told of late."""
+        leader = self.nodes[0].participant._leader
+        heard = Counter(
+            (one.number, one.stage.value, len(one.workers)) for node in self.nodes for one in node.generations[-1:]
+        )
+        told = {node.name: node.told[1:4] for node in self.nodes if node.told[1:]}
+        return f"{heard} were heard of; the leader waits ({leader._wait}); {told}"
 
     def count(self, act: Callable[[], None], workers: int) -> Traffic:
         """Returns what passes until all have heard of a generation of so many workers, and nothing more comes."""
