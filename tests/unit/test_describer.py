@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import remove_parametrizations
 
 from elaunch.errors import StateError
 from elaunch.workers.reentry.describer import Describer
@@ -97,6 +99,10 @@ class Job:
                 if "running" in name:
                     buffer.add_(1)
 
+    def schedule(self) -> None:
+        with warnings.catch_warnings(action="ignore"):  # the optimizer may have taken no step yet
+            self.scheduler.step()
+
     def add_parameter(self) -> None:
         name = f"more{len(list(self.net.parameters()))}"
         self.net.register_parameter(name, nn.Parameter(torch.ones(2)))
@@ -119,7 +125,7 @@ class Job:
 
     def load(self, assign: bool) -> None:
         state = {key: one.clone() if isinstance(one, Tensor) else one for key, one in self.net.state_dict().items()}
-        self.net.load_state_dict(state, assign=assign)
+        self.net.load_state_dict(state, strict=False, assign=assign)  # hooks may write keys that none reads
 
     def keep_number(self) -> None:
         """As optimizers do that count their steps in Python."""
@@ -147,6 +153,11 @@ class Job:
         if "parametrizations" not in dict(self.net.second.named_children()):
             parametrizations.weight_norm(self.net.second)
 
+    def weigh(self, weight: nn.Parameter) -> None:
+        if "parametrizations" in dict(self.net.second.named_children()):
+            remove_parametrizations(self.net.second, "weight")
+        self.net.second.weight = weight
+
 
 def add_key(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     state[f"{prefix}hooked"] = torch.ones(1)
@@ -159,17 +170,17 @@ def replace_mask(module: Any, prefix: str, keep_vars: bool) -> None:
 CHANGES: dict[str, Callable[[Job], object]] = {
     "nothing": lambda job: None,
     "train": Job.train,
-    "schedule": lambda job: job.scheduler.step(),
+    "schedule": Job.schedule,
     "freeze": lambda job: job.net.first.requires_grad_(False),
     "add a parameter": Job.add_parameter,
     "drop a parameter": lambda job: job.net.norm.register_parameter("bias", None),
     "move a parameter": Job.move_parameter,
-    "tie": lambda job: setattr(job.net.second, "weight", job.net.first.weight),
-    "untie": lambda job: setattr(job.net.second, "weight", nn.Parameter(torch.ones(3, 3))),
+    "tie": lambda job: job.weigh(job.net.first.weight),
+    "untie": lambda job: job.weigh(nn.Parameter(torch.ones(3, 3))),
     "swap for other data": lambda job: job.swap(torch.clone),
     "swap for the same data": lambda job: job.swap(lambda data: data),
     "transpose": lambda job: job.swap(torch.t),
-    "widen": lambda job: job.swap(lambda data: torch.zeros(3, 6)[:, ::2]),
+    "widen": lambda job: job.swap(lambda data: data.new_zeros(3, 6)[:, ::2]),
     "double": Job.double,
     "strip": Job.strip,
     "load": lambda job: job.load(False),

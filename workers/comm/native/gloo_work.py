@@ -92,6 +92,14 @@ class GroupEnd:
         if self.is_broken():
             raise Freed("a connection of the group has broken")
 
+    def failure(self, error: RuntimeError) -> RuntimeError:
+        """Returns what whoever waits is told of an error of Gloo's: where the group is over, that it comes of."""
+        if not self.has_come:
+            return error
+        freed = Freed()
+        freed.__cause__ = error
+        return freed
+
     def pass_by(self, is_over: Callable[[], bool], seconds: float) -> None:
         """Returns when something is over, all connections are closed, or the time has passed."""
         end_s = time.monotonic() + seconds
@@ -141,7 +149,7 @@ class Messages(GlooWork):
             if not self._over:
                 raise Freed
         if self._error:
-            raise RuntimeError(self._error)
+            raise self._end.failure(RuntimeError(self._error))
         return True
 
     def is_completed(self) -> bool:
@@ -206,7 +214,12 @@ class Collective(GlooWork):
                 look_s = now_s + LOOK_AT_CONNECTIONS_S
                 self._end.look()
 
-        return wait_in_spells(self._work.wait, self._work.is_completed, look, SPELL_S, timeout)
+        try:
+            return wait_in_spells(self._work.wait, self._work.is_completed, look, SPELL_S, timeout)
+        except Freed:
+            raise
+        except RuntimeError as error:
+            raise self._end.failure(error) from None
 
     def is_completed(self) -> bool:
         """Returns whether it is over."""
@@ -252,7 +265,7 @@ class _Outcome:
             try:
                 value = gloo.value()
             except RuntimeError as error:
-                self.future.set_exception(error)
+                self.future.set_exception(self._end.failure(error))
             else:
                 self.future.set_result(value)
 
