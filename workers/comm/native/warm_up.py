@@ -31,17 +31,14 @@ class WarmUp:
             nccl.set_environment()  # not by a thread beside others that read it
 
         def load() -> None:
-            load_kernels(device)
-            if backend == NcclBulk.backend:
-                nccl.load(device)
-
-        def guarded() -> None:
             try:
-                load()
+                load_kernels(device)
+                if backend == NcclBulk.backend:
+                    nccl.load(device)
             except Exception as failure:  # raised where the script can see it
                 self._failure = failure
 
-        self._thread = threads.start("elaunch-warm-up", guarded, lambda _: None)
+        self._thread = threads.start("elaunch-warm-up", load, lambda _: None)
 
     def wait(self) -> None:
         """Returns when all is loaded.
