@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,13 +14,15 @@ from tests.helpers import Spawner, wait_until
 from tests.jobs.watch import elaunch
 from tests.soak.faults import Faults, patience_s
 from tests.soak.growth import Growth
-from tests.soak.rig import END_S, SCRIPT, SLOW_END, SLOW_SLEEP_S, STEPS, Rig, Unmet, end_quietly, with_rig
+from tests.soak.rig import END_S, SCRIPT, SLOW_END, SLOW_SLEEP_S, STEPS, Event, Rig, Unmet, end_quietly, with_rig
 from tests.soak.schedule import HOSTS, Fault, Round
 
 POLL_S = 0.01
 ROUNDING = 1e-9
 ON = 2
 """So many steps after the one that was the newest have committed once the job goes on: one may have been committing."""
+
+WENT_BACK = r"copies of step \d+ were not complete when a worker was lost: going on from step (\d+)"
 
 Steps = dict[int, tuple[str, float]]
 """Of each step, the digest of its samples and its loss."""
@@ -63,7 +66,8 @@ def run_round(folder: Path, round_: Round, expected: Steps, say: Callable[[Met],
     def use(rig: Rig) -> None:
         try:
             _through(rig, met, say)
-            _check(rig, expected)
+            events = [event for node in rig.all for event in node.events]
+            check_steps(events, _went_back(rig), expected)
         except (Unmet, pytest.fail.Exception) as error:
             raise Unmet(f"{error}\n{rig.tails()}") from None
 
@@ -102,6 +106,11 @@ def _through(rig: Rig, met: list[Met], say: Callable[[Met], None]) -> None:
         if code := node.agent.wait(END_S):
             raise Unmet(f"the agent of {node.name} ended with {code}")
     rig.look()
+
+
+def _went_back(rig: Rig) -> set[int]:
+    """Returns the steps from which the job has gone on anew, as its members have told."""
+    return {int(step) for node in rig.all for step in re.findall(WENT_BACK, node.node.agent.text())}
 
 
 def _has_begun(rig: Rig) -> bool:
@@ -147,20 +156,30 @@ def _meet(rig: Rig, faults: Faults, fault: Fault) -> Met:
     return Met(fault, on_s, time.monotonic() - begin_s)
 
 
-def _check(rig: Rig, expected: Steps) -> None:
-    """That each step was done once, with the samples and the loss of the undisturbed job."""
-    found: Steps = {}
-    for node in rig.all:
-        for event in node.events:
-            if event["kind"] != "step":
-                continue
-            step, done = event["step"], (event["digest"], event["loss"])
-            if found.setdefault(step, done) != done:
-                raise Unmet(f"step {step} was done twice: {found[step]} and {done}")
+def check_steps(events: Iterable[Event], went_back: Collection[int], expected: Steps) -> None:
+    """Checks that each step was done once, with the samples and the loss of the undisturbed job.
+
+    Args:
+        events: of all agents.
+        went_back: steps to which the job went back, as the copies of the next one were not complete: each was done
+            again, by other members, so its loss may differ in its last bits.
+        expected: of the undisturbed job.
+
+    Raises:
+        Unmet: they were not.
+    """
+    found: dict[int, list[tuple[str, float]]] = {}
+    for event in events:
+        if event["kind"] == "step":
+            found.setdefault(event["step"], []).append((event["digest"], event["loss"]))
+    for step, done in sorted(found.items()):
+        if step not in went_back and len(set(done)) > 1:
+            raise Unmet(f"step {step} was done twice: {' and '.join(map(str, done))}")
     if sorted(found) != sorted(expected):
         raise Unmet(f"steps are missing, or too many: {sorted(set(found) ^ set(expected))}")
     for step, (digest, loss) in expected.items():
-        if found[step][0] != digest:
-            raise Unmet(f"step {step} was done with other samples")
-        if abs(found[step][1] - loss) > ROUNDING * abs(loss):
-            raise Unmet(f"step {step} has the loss {found[step][1]!r}, in the undisturbed job it is {loss!r}")
+        for found_digest, found_loss in found[step]:
+            if found_digest != digest:
+                raise Unmet(f"step {step} was done with other samples")
+            if abs(found_loss - loss) > ROUNDING * abs(loss):
+                raise Unmet(f"step {step} has the loss {found_loss!r}, in the undisturbed job it is {loss!r}")

@@ -7,6 +7,8 @@ from collections import Counter
 import pytest
 
 from tests.soak.growth import ALLOWED, LOOKS, MB, Look, grown
+from tests.soak.rig import Event, Unmet
+from tests.soak.run import check_steps
 from tests.soak.schedule import KINDS, SETTINGS, make_round, possible
 
 SMALL = Look(40 * MB, 20, 5)
@@ -52,3 +54,37 @@ def test_what_has_grown_is_told_with_its_figures(last: Look, what: str) -> None:
 
 def test_a_process_that_was_seen_a_few_times_only_is_not_judged() -> None:
     assert grown("worker a/0#0", [SMALL] * 3 + [Look(400 * MB, 90, 50)] * (LOOKS - 4), ALLOWED["worker"]) == ""
+
+
+def step(number: int, loss: float = 2.0, digest: str = "a") -> Event:
+    return {"kind": "step", "step": number, "loss": loss, "digest": digest}
+
+
+UNDISTURBED = {0: ("a", 2.0), 1: ("a", 2.0)}
+OTHER_SUM = 2.0 + 1e-15
+
+
+@pytest.mark.parametrize("went_back", [set[int](), {1}])
+def test_a_job_that_did_each_step_as_one_that_was_left_alone_has_passed(went_back: set[int]) -> None:
+    check_steps([step(0), {"kind": "generation"}, step(1, OTHER_SUM), step(0)], went_back, UNDISTURBED)
+
+
+def test_a_step_to_which_the_job_went_back_was_done_twice() -> None:
+    check_steps([step(0), step(1), step(1, OTHER_SUM)], {1}, UNDISTURBED)
+
+
+@pytest.mark.parametrize(
+    ("events", "what"),
+    [
+        ([step(0), step(0, OTHER_SUM), step(1)], "step 0 was done twice"),
+        ([step(0), step(0, digest="b"), step(1)], "step 0 was done twice"),
+        ([step(0), step(1), step(1, 2.1)], "step 1 has the loss 2.1"),
+        ([step(0), step(1), step(1, digest="b")], "step 1 was done with other samples"),
+        ([step(0), step(1, 2.1)], "step 1 has the loss 2.1"),
+        ([step(0)], r"too many: \[1\]"),
+        ([step(0), step(1), step(2)], r"too many: \[2\]"),
+    ],
+)
+def test_a_job_that_did_a_step_otherwise_has_not_passed(events: list[Event], what: str) -> None:
+    with pytest.raises(Unmet, match=what):
+        check_steps(events, {1}, UNDISTURBED)
