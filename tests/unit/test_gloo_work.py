@@ -101,7 +101,8 @@ def test_a_message_may_take_longer_than_whoever_waits_for_it_looks_away(monkeypa
         assert coming.is_completed()
 
 
-def test_messages_without_an_end_hold_up_nobody_once_connections_are_closed() -> None:
+def test_messages_without_an_end_hold_up_nobody_once_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ended, "DROP_S", 60.0)
     closed = threading.Event()
     end = GroupEnd(closed.is_set, closed.is_set)
     lost = Messages([Endless()], end)
@@ -112,7 +113,7 @@ def test_messages_without_an_end_hold_up_nobody_once_connections_are_closed() ->
     assert waiting.running, "they may still write"
     closed.set()
     with pytest.raises(Freed):
-        waiting.result(1)
+        waiting.result(10)
     begin_s = time.monotonic()
     ended.drop([lost, Messages([Endless()], end)], on_host=True)
     with pytest.raises(Freed):
@@ -187,9 +188,9 @@ def test_a_collective_without_an_end_holds_up_nobody_once_its_group_is_over(monk
     assert not future.done()
     end.come()
     with pytest.raises(Freed):
-        waiting.result(1)
+        waiting.result(10)
     with pytest.raises(Freed):
-        Task(future.wait).result(1)
+        Task(future.wait).result(10)
     assert not lost.is_completed(), "it may still write"
     ended.drop([lost], on_host=True)
 
