@@ -151,13 +151,14 @@ class Job:
         wait_until(heard, LIMIT_S, lambda: f"all nodes to hear of a generation: {self.tell()}")
 
     def tell(self) -> str:
-        """Says how far the nodes are, and what each was told of late."""
+        """Says how far the nodes are, what each was told of late, and what else runs in this process."""
         leader = self.nodes[0].participant._leader
         heard = Counter(
             (one.number, one.stage.value, len(one.workers)) for node in self.nodes for one in node.generations[-1:]
         )
         told = {node.name: node.told[1:4] for node in self.nodes if node.told[1:]}
-        return f"{heard} were heard of; the leader waits ({leader._wait}); {told}"
+        threads = Counter(one.name.partition(" ")[0] for one in threading.enumerate())
+        return f"{heard} were heard of; the leader waits ({leader._wait}); {told}; threads: {threads}"
 
     def count(self, act: Callable[[], None], workers: int) -> Traffic:
         """Returns what passes until all have heard of a generation of so many workers, and nothing more comes."""
