@@ -151,7 +151,7 @@ class Job:
         wait_until(heard, LIMIT_S, lambda: f"all nodes to hear of a generation: {self.tell()}")
 
     def tell(self) -> str:
-        """Says how far the nodes are, what each was told of late, and what else runs in this process."""
+        """Says how far the nodes are, what each was told first since it joined, and what else runs in this process."""
         leader = self.nodes[0].participant._leader
         heard = Counter(
             (one.number, one.stage.value, len(one.workers)) for node in self.nodes for one in node.generations[-1:]

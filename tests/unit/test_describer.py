@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrizations
-from torch.nn.utils.parametrize import remove_parametrizations
+from torch.nn.utils.parametrize import is_parametrized, remove_parametrizations
 
 from elaunch.errors import StateError
 from elaunch.workers.reentry.describer import Describer
@@ -150,11 +150,11 @@ class Job:
         self.net.state_dict = lambda **_: {"only": self.net.second.bias}
 
     def parametrize(self) -> None:
-        if "parametrizations" not in dict(self.net.second.named_children()):
+        if not is_parametrized(self.net.second):
             parametrizations.weight_norm(self.net.second)
 
     def weigh(self, weight: nn.Parameter) -> None:
-        if "parametrizations" in dict(self.net.second.named_children()):
+        if is_parametrized(self.net.second):
             remove_parametrizations(self.net.second, "weight")
         self.net.second.weight = weight
 

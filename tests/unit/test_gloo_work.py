@@ -164,8 +164,9 @@ def test_what_fails_because_its_group_is_over_says_so(kind: str) -> None:
     with pytest.raises(RuntimeError, match="closed by peer"):
         wait()
     end.come()
-    with pytest.raises(Freed, match="the group is closed"):
+    with pytest.raises(Freed, match="the group is closed") as found:
         wait()
+    assert "closed by peer" in str(found.value.__cause__)
 
 
 def test_an_error_of_one_message_is_told_though_another_never_ends() -> None:

@@ -94,7 +94,7 @@ class GroupEnd:
 
     def failure(self, error: RuntimeError) -> RuntimeError:
         """Returns what whoever waits is told of an error of Gloo's: where the group is over, that it comes of."""
-        if not self.has_come:
+        if not self.has_come or isinstance(error, Freed):
             return error
         freed = Freed()
         freed.__cause__ = error
@@ -216,10 +216,9 @@ class Collective(GlooWork):
 
         try:
             return wait_in_spells(self._work.wait, self._work.is_completed, look, SPELL_S, timeout)
-        except Freed:
-            raise
         except RuntimeError as error:
-            raise self._end.failure(error) from None
+            failure = self._end.failure(error)
+            raise failure from failure.__cause__
 
     def is_completed(self) -> bool:
         """Returns whether it is over."""
