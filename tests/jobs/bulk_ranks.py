@@ -59,10 +59,14 @@ class Member:
         self.store.wait([f"meet/{name}/{rank}" for rank in of])
 
     def opened(self, name: str, of: Sequence[int] | None = None, bulk: Bulk | None = None) -> Bulk:
-        """Returns a native group of these ranks, by default all."""
+        """Returns a native group of these ranks, by default all, once it is open in all of them.
+
+        One that poisons it while another still opens it spoils that.
+        """
         of = range(self.size) if of is None else of
         bulk = self.make() if bulk is None else bulk
         bulk.open(dist.PrefixStore(f"group/{name}", self.client()), of.index(self.rank), len(of), messages=True)
+        self.meet(f"{name} is open", of)
         return bulk
 
     def filled(self, value: float) -> torch.Tensor:
@@ -128,8 +132,10 @@ def beside(me: Member) -> None:
     for number in range(3):
         assert me.total(first, number) == me.size * number
         assert me.total(second, 2.0 * number) == 2 * me.size * number
+    me.meet("both have summed")
     first.poison()
     assert me.total(second, 3.0) == 3 * me.size
+    me.meet("the second has summed")
     second.poison()
     me.meet("both are over")
     first.close()
@@ -157,11 +163,12 @@ def eager(me: Member) -> None:
     for work in works:
         work.wait()
     assert came.unique().tolist() == [left]
+    me.meet("all is sent")
     if me.device.type == "cuda":
         log = Path(os.environ["NCCL_DEBUG_FILE"].replace("%p", str(os.getpid()))).read_text()
         assert log.count("Init COMPLETE") == 1, log
     bulk.poison()
-    me.meet("all is sent")
+    me.meet("all have left eager")
     bulk.close()
 
 
@@ -172,7 +179,6 @@ def options(me: Member) -> None:
         assert {name: os.environ.get(name) for name in nccl.SETTINGS} == nccl.SETTINGS
         assert nccl.NONBLOCKING_TIMEOUT in os.environ
         assert bulk.backend_group().options.config.blocking == 0
-    me.meet("all have looked")  # one that closes it while another still opens it spoils that
     bulk.poison()
     me.meet("all have left it")
     bulk.close()
@@ -207,6 +213,7 @@ def order(me: Member) -> None:
         groups.settled((1,))
     me.meet("all have left")
     assert me.total(enter(2), 2.0) == 2 * me.size
+    me.meet("all have summed in 2")
     groups.poison(3)
     groups.pause()
     me.meet("all have left again")
@@ -219,6 +226,7 @@ def anew(me: Member) -> None:
     bulk = me.opened("before")
     assert isinstance(bulk, Nccl2Bulk), type(bulk)
     assert me.total(bulk, 1.0) == me.size
+    me.meet("all have summed before")
     object_of_torch = bulk.backend_group()
     bulk.poison()
     bulk.leave()
@@ -229,6 +237,7 @@ def anew(me: Member) -> None:
         again = me.opened("after", fewer)
         assert again.backend_group() is object_of_torch
         assert me.total(again, 1.0) == len(fewer)
+        me.meet("all have summed after", fewer)
         again.poison()
         again.close()
 
@@ -280,6 +289,7 @@ def death(me: Member) -> None:
     bulk.close()
     again = me.opened("survivors", survivors)
     assert me.total(again, me.rank + 1.0) == sum(rank + 1.0 for rank in survivors)
+    me.meet("survivors have summed", survivors)
     again.poison()
     me.meet("survivors are done", survivors)
     again.close()
