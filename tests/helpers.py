@@ -35,8 +35,19 @@ STOOD_STILL_S = 1.0  # a pause that takes so much longer than asked says that th
 END_S = 5.0
 LOG_TAIL_LINES = 40
 
-LAUNCHER_MODULES = "elaunch.cli.run,elaunch.agent.agent,elaunch.rendezvous.etcd"
-"""What a launcher imports in the course of a job, separated by commas."""
+LAUNCHER_MODULES = ",".join(
+    (
+        "elaunch.cli.run",
+        "elaunch.agent.agent",
+        "elaunch.rendezvous.etcd",
+        "elaunch.failures",
+        "psutil",
+        "cryptography.x509",
+        "cryptography.hazmat.primitives.kdf.hkdf",
+        "cryptography.hazmat.primitives.serialization",
+    )
+)
+"""What a launcher imports in the course of a job between nodes, separated by commas."""
 
 SOAK = False
 """Whether everything runs in full (`pytest --soak`); set before any test module is imported."""
