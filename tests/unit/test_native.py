@@ -121,7 +121,7 @@ def test_a_gloo_group_that_is_closed_with_a_thread_in_it_ends_when_that_comes_ou
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its connections are open, as if the thread waited for a message whose end Gloo has lost."""
-    monkeypatch.setattr(gloo_module, "LONGEST", timedelta(seconds=1))
+    monkeypatch.setattr(gloo_module, "LONGEST", timedelta(seconds=3))
     before = threads_of_gloo()
     with gloo(2) as bulks:
         work = bulks[0].all_reduce(torch.ones(1000))
