@@ -10,8 +10,8 @@ from tests.jobs.watch import SCRIPT, elaunch
 
 
 def test_a_wait_for_a_peer_that_is_not_judged_yet_is_told_of(spawn: Spawner, tmp_path: Path) -> None:
-    """It pauses in the third step, and nothing is judged before ten. Time in which the agent was stopped is no wait."""
-    node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=2", script=(SCRIPT, "--pause", "0:3:18"))
+    """It pauses in the third step, and nothing is judged before ten."""
+    node = elaunch(spawn, tmp_path, "--standalone", "--nproc-per-node=2", script=(SCRIPT, "--pause", "0:3:14"))
     assert node.agent.wait(100) == 0, node.agent.tail()
     # Its training thread waits for the other worker, or for the thread that reduces gradients, which does.
     told = r"worker node0/1#0 has waited 10 s for (node0/0#0, in step 3, operation|other members, in step 3)"

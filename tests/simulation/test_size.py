@@ -191,7 +191,7 @@ class Job:
             node.participant.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def job() -> Iterator[Job]:
     made = Job()
     try:
