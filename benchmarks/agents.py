@@ -2,7 +2,7 @@
 
     python benchmarks/agents.py --sizes 50 100 200
     python benchmarks/agents.py --sizes 1000 --servers 3 --json agents.json
-    python benchmarks/agents.py --torchrun --sizes 50 100
+    python benchmarks/agents.py --torchrun --sizes 10
 
 Agents are forks of one process that has their imports, so they share pages: the table has both what is resident and
 what is a process's own. Each has one worker, a small C program (`--no-python`) without compute; this process speaks for
