@@ -23,7 +23,10 @@ MOST = 1 << 63
 """Integers are below it, and none is negative."""
 
 AGAIN = "again"
-"""Marks the report of a step that the first member may have reported already."""
+"""Marks the report of a step that other workers may have reported, too.
+
+It lists those of them that are no members any more, while their agents may have the line.
+"""
 
 LINK_TIMEOUT = "ELAUNCH_LINK_TIMEOUT"
 """The variable in which an agent tells its workers how long a link may be silent, in seconds."""

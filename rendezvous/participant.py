@@ -17,6 +17,7 @@ from elaunch.errors import ElaunchError, LaunchError, StoreUnavailable
 from elaunch.rendezvous.etcd_trouble import gave_up, why_away
 from elaunch.rendezvous.intake import read_text
 from elaunch.rendezvous.membership import DrainRequest, GenerationStage, JobConfig, NodeDoc
+from elaunch.rendezvous.node.ends import WorkerEnds
 from elaunch.rendezvous.node.founder import PAUSE_S, Founder, FoundingSettings, StoreLeft
 from elaunch.rendezvous.node.leader import Leader
 from elaunch.rendezvous.node.mailbox import Mailbox, is_news
@@ -72,7 +73,6 @@ class Participant:
         self._lease_s = settings.lease_s
         self._connect_s = connect_s
         self._hosted = hosted
-        self._standing = Standing(doc.node)
         self._clock = clock
         self._mail = Mailbox(doc)
         self._thread = threading.Thread(target=self._run, name="elaunch-participant", daemon=True)
@@ -89,6 +89,7 @@ class Participant:
             *(("founding", "moved", "left/") if founding is not None else ()),
         )
         self._session = Session(open_store, entrant, self._mail, self._replica, reporter, clock, followed)
+        self._ends = WorkerEnds(self._session, listener, clock)
         self._requests = Requests(self._session, self._replica)
         self._founder = (
             Founder(self._session, self._replica, self._mail, founding, doc.node, settings.lease_s, reporter, clock)
@@ -108,7 +109,7 @@ class Participant:
     @property
     def standing(self) -> Standing:
         """Returns how this node stands to the store; others ask when they have lost it."""
-        return self._founder.standing if self._founder is not None else self._standing
+        return self._founder.standing if self._founder is not None else Standing(self._mail.doc.node)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -125,6 +126,10 @@ class Participant:
     def drain_all(self, reason: str) -> None:
         """Has all nodes that are here now leave the job at a step boundary, this one too."""
         self._mail.drain_all(DrainRequest(reason, time.time()))
+
+    def await_end(self, worker: str) -> None:
+        """Looks for the end of this worker, which is told to the listener, and of no other; empty: of none."""
+        self._mail.await_end(worker)
 
     def suspect_leader(self) -> None:
         """Tells that a peer was found dead: if the leader died with it, this node leads before that lease ends."""
@@ -208,6 +213,8 @@ class Participant:
             self._session.write(mail.doc)
         for name, document in mail.shown.items():
             self._session.write_shown(name, document)
+        if mail.awaited is not None:
+            self._ends.await_end(mail.awaited)
         if mail.drain_all is not None:
             self._requests.drain_all(mail.drain_all)
             self._mail.drained_all(mail.drain_all)
@@ -215,6 +222,7 @@ class Participant:
             self._look_again()
         if self._mail.take_suspicion():
             self._leader.replace_dead_leader()
+        self._ends.turn()
         self._leader.turn(has_news=bool(mail.news))
         if self._servers is not None:
             self._servers.follow()
@@ -240,7 +248,7 @@ class Participant:
 
     def _wait_s(self) -> float:
         """Returns how long there is nothing to do if nothing comes: at most a second."""
-        due_s = min(self._session.lease.due_s, self._leader.due_s)
+        due_s = min(self._session.lease.due_s, self._leader.due_s, self._ends.due_s)
         if self._servers is not None and self._leader.leads:
             due_s = min(due_s, self._servers.due_s)
         return max(0.0, min(due_s - self._clock(), 1.0))

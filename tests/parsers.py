@@ -126,6 +126,9 @@ def link_frames(data: bytes) -> object:
                 link.advance(poll.poll()[0][1])
         finally:
             link.finish()
+            # A million connections in an hour would take all ports, if each kept its own for a minute after its end.
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            theirs.close()
             link.close()
     return None
 

@@ -13,7 +13,20 @@ from typing import Any
 from elaunch.accepting import Accepting
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.control import ControlConnection, ControlServer
-from elaunch.agent.decisions.actions import NO_ACCOUNT, Action, Exit, Log, Say, Signal, Start, Tell, Warm, signal_name
+from elaunch.agent.decisions.actions import (
+    NO_ACCOUNT,
+    Action,
+    AskEnd,
+    Exit,
+    Log,
+    Record,
+    Say,
+    Signal,
+    Start,
+    Tell,
+    Warm,
+    signal_name,
+)
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.node_state import NodeSettings
 from elaunch.agent.decisions.outage import Patience
@@ -219,7 +232,7 @@ class Agent:
             self._journal.say(problem)
         self._act(self._watches.check_timers())
         now_s = time.monotonic()
-        self._messages.show_status(now_s)
+        self._messages.on_time(now_s)
         if self._quiet and (due_s is None or now_s < due_s) and not self._watches.is_due(now_s):
             return
         while self._inbox.signals:
@@ -369,6 +382,10 @@ class Agent:
                     self._journal.say(action.text)
                 case Log():
                     self._journal.log(action.kind, nodes=list(action.nodes))
+                case Record():
+                    self._messages.record(action)
+                case AskEnd():
+                    self._messages.ask_end(action)
                 case Exit():
                     self._exit = action
 

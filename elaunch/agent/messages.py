@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from elaunch.agent.control import ControlConnection, ControlServer
-from elaunch.agent.decisions.actions import Action
+from elaunch.agent.decisions.actions import Action, AskEnd, Record
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.output.journal import Journal
 from elaunch.agent.output.status import StatusBoard
@@ -88,16 +88,12 @@ class WorkerMessages:
         self._act = act
         self._status = StatusBoard()
         self._profile = ""
+        self._logged: dict[str, Logged] = {}  # to be told to a worker once all that it has sent is taken
+        self._is_serving = False
 
     def node_view(self) -> NodeView:
         """Returns what metrics show of the state of this node; for any thread."""
         return view_of(self._life.doc(), self._life.generation, self._profile, self._life.standby.spares)
-
-    def show_status(self, now_s: float) -> None:
-        """Shows how far the training is, if that is due at this time of the monotonic clock."""
-        status = self._status.due(now_s)
-        if status is not None:
-            self._participant.show("status", to_json(status).decode())
 
     def serve(self, connection: ControlConnection, mask: int) -> bool:
         """Takes what a worker sends. Whatever is wrong with that ends its connection, and nothing else.
@@ -105,32 +101,66 @@ class WorkerMessages:
         Returns:
             Whether more has come than lines for the event log, which come with every step and change nothing else.
         """
-        has_news = False
+        has_news, self._is_serving = False, True
         try:
             if mask & selectors.EVENT_WRITE:
                 connection.flush()
             if mask & selectors.EVENT_READ:
-                logged: Logged | None = None
                 for message in connection.receive():
                     if not connection.closed:
                         has_news = has_news or not isinstance(message, Report)
                         self._act(self._take(connection, message))
-                        logged = step_of(message) or logged
-                if logged is not None and not connection.closed:
-                    connection.send(logged)
         except ProtocolError as error:
             self._journal.say(f"{connection}: {error}; its connection is closed")
             connection.close()
         except Exception as error:  # a defect of ours, or what nobody has thought of
             tell(f"{connection}: what it sent cannot be taken, its connection is closed: {describe(error)}", error)
             connection.close()
+        self._is_serving = False
+        self._tell_logged()
         return has_news
 
     def drain(self, worker: str) -> None:
-        """Takes what a worker whose process has ended had sent before: its last step may be in it."""
+        """Takes what a worker whose process has ended had sent before: its last step may be in it.
+
+        Its lines that wait are written: what this node reports of its log with that end has to count them.
+        """
         connection = self._control.connections.get(worker)
         while connection is not None and not connection.closed and connection.has_input:
             self.serve(connection, selectors.EVENT_READ)
+        self._act(self._life.workers.lines.end_of(worker))
+
+    def on_time(self, now_s: float) -> None:
+        """Writes lines that have waited long enough, and shows how far the training is, if that is due.
+
+        Args:
+            now_s: time of the monotonic clock.
+        """
+        self._act(self._life.workers.lines.on_time(now_s))
+        status = self._status.due(now_s)
+        if status is not None:
+            self._participant.show("status", to_json(status).decode())
+
+    def record(self, line: Record) -> None:
+        """Writes a line on a step, and tells the worker that has reported it."""
+        if not line.is_elsewhere:
+            self._journal.forward(line.report)
+        self._life.workers.lines.note(line.report)
+        if (logged := step_of(line.report)) is not None:
+            self._logged[line.worker] = logged
+        if not self._is_serving:
+            self._tell_logged()
+
+    def _tell_logged(self) -> None:
+        for worker, logged in self._logged.items():
+            connection = self._control.connections.get(worker)
+            if connection is not None and not connection.closed:
+                connection.send(logged)
+        self._logged.clear()
+
+    def ask_end(self, asked: AskEnd) -> None:
+        """Has the participant look whether a worker has ended."""
+        self._participant.await_end(asked.worker)
 
     def _take(self, connection: ControlConnection, message: Message) -> list[Action]:
         """Takes one message.
@@ -143,9 +173,11 @@ class WorkerMessages:
             raise ProtocolError(f"{type(message).__name__}, but the first message, and no other, is Attach")
         match message:
             case Report():
-                self._journal.forward(message)
                 self._status.take(message, time.time())
-                self._life.workers.note_report(message)
+                if message.kind == "step":
+                    message.fields.setdefault("t", time.time())  # the line may wait
+                    return self._life.workers.lines.take(worker, message, time.monotonic())
+                self._journal.forward(message)
             case Attach():
                 return self._attach(connection, message.worker)
             case Profiled():

@@ -121,6 +121,10 @@ class JobListener:
         """Has the lifecycle react to the job's result."""
         self._inbox.post(lambda life: life.on_result(result, time.monotonic()))
 
+    def worker_ended(self, worker: str, logged: int) -> None:
+        """Has lines on steps written that wait for this."""
+        self._inbox.post(lambda life: life.workers.lines.heard_of_end(worker, logged, time.monotonic()))
+
     def waits(self, text: str) -> None:
         """Tells the user what the job waits for; where it met here before, that shows that it is begun anew."""
         here = f"; this node hosts the rendezvous at {self._hosts}; if a job has met there before, it has ended"

@@ -192,7 +192,7 @@ class Leader:
             return
         report = self._session.get(f"nodes/{leader}")
         doc = read_reports(self._replica.prefix, [report]).get(leader) if report is not None else None
-        if doc is not None and _nobody_listens(doc.liveness_address) and self._take_key(entry.revision):
+        if doc is not None and nobody_listens(doc.liveness_address) and self._take_key(entry.revision):
             self._begin_to_lead()
 
     def _campaign(self) -> None:
@@ -388,7 +388,7 @@ def _no_node_text(name: str) -> str:
     return f"it names {name}, which is no node of this job"
 
 
-def _nobody_listens(address: str) -> bool:
+def nobody_listens(address: str) -> bool:
     """Returns whether the machine of this address answers, and says that nobody listens there."""
     host, _, port = address.rpartition(":")
     if not host:

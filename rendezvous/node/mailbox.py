@@ -24,12 +24,14 @@ class Mail:
         doc: the node's newest report.
         shown: documents that are only looked at, such as the profile, by name: those that are new.
         drain_all: the request that all nodes leave; it stands until `Mailbox.drained_all`.
+        awaited: the worker for whose end to look from now on; empty: for none; None: nothing new.
     """
 
     news: tuple[News, ...]
     doc: NodeDoc
     shown: Mapping[str, bytes]
     drain_all: DrainRequest | None
+    awaited: str | None
 
 
 class Mailbox:
@@ -45,6 +47,7 @@ class Mailbox:
         self._doc = doc
         self._shown: dict[str, bytes] = {}
         self._drain_all: DrainRequest | None = None
+        self._awaited: str | None = None
         self._suspects_leader = False
         self._is_stopping = False
         self._waits_for_others = False
@@ -97,6 +100,12 @@ class Mailbox:
             self._drain_all = request
             self._wake.notify()
 
+    def await_end(self, worker: str) -> None:
+        """Asks the thread to look for the end of this worker, and of no other; empty: of none."""
+        with self._wake:
+            self._awaited = worker
+            self._wake.notify()
+
     def suspect_leader(self) -> None:
         """Asks the thread to look whether the leading node is dead."""
         with self._wake:
@@ -126,13 +135,14 @@ class Mailbox:
             wait_s: how long to wait at most, in seconds; asked only where there is nothing to do yet.
         """
         with self._wake:
-            has_wishes = self._shown or self._drain_all is not None or self._suspects_leader
+            is_asked = self._drain_all is not None or self._awaited is not None
+            has_wishes = self._shown or is_asked or self._suspects_leader
             is_busy = self._news or self._is_stopping or has_wishes
             if not is_busy and not is_news(self._doc, written):
                 self._wake.wait(wait_s())
-            mail = Mail(tuple(self._news), self._doc, self._shown, self._drain_all)
+            mail = Mail(tuple(self._news), self._doc, self._shown, self._drain_all, self._awaited)
             self._news.clear()
-            self._shown = {}
+            self._shown, self._awaited = {}, None
         return mail
 
     def drained_all(self, request: DrainRequest) -> None:

@@ -38,6 +38,12 @@ class MembershipListener(Protocol):
     def ended(self, result: Result) -> None:
         """Takes the result of the job."""
 
+    def worker_ended(self, worker: str, logged: int) -> None:
+        """Learns that a worker of another node whose end was awaited has ended; so many steps are in that node's log.
+
+        0: it has none, or the node is gone.
+        """
+
     def waits(self, text: str) -> None:
         """Takes a line that says what the job, or this node, waits for."""
 

@@ -153,6 +153,7 @@ class Node:
         self.waiting: list[str] = []
         self.outages: list[str] = []
         self.hindrances: list[str] = []
+        self.ends: list[tuple[str, int]] = []
         self.returns: list[float] = []
         self.absences: list[str] = []
         self.refusals: list[ElaunchError] = []
@@ -191,6 +192,9 @@ class Node:
 
     def back(self, away_s: float) -> None:
         self.returns.append(away_s)
+
+    def worker_ended(self, worker: str, logged: int) -> None:
+        self.ends.append((worker, logged))
 
     def hindered(self, why: str) -> None:
         self.hindrances.append(why)

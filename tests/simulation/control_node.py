@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from elaunch.agent.decisions.actions import Exit, Say, Signal, Start, Tell
+from elaunch.agent.decisions.actions import Action, AskEnd, Exit, Record, Say, Signal, Start, Tell
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.node_state import NodeSettings
+from elaunch.agent.decisions.step_lines import HOLD_S
 from elaunch.rendezvous.decide import LeaderDecision, View, decide, to_leave
-from elaunch.rendezvous.membership import Cut, Generation, NodeDoc, PlanRequest, Result, WorkerState
+from elaunch.rendezvous.membership import Cut, Generation, NodeDoc, PlanRequest, Result, WorkerState, node_of
 from elaunch.rendezvous.node.mailbox import is_news
 from elaunch.rendezvous.rules import quorum
 from elaunch.rendezvous.rules.spares import held
@@ -47,6 +48,9 @@ class Node:
         self.generation_revision = 0
         self.told_result = False
         self.told_to_drain: set[str] = set()
+        self.asked = ""
+        self.hurried: list[Action] = []
+        self.last_line: object = None
         self.wakes = 0
         self.ordered_s = 0.0
 
@@ -244,7 +248,9 @@ class Node:
         """Let the lifecycle react, carry out what it says, and publish what it has become."""
         if self.ended:
             return
-        for action in [*(decide_what() or []), *self.life.on_time(self.world.now_s)]:
+        lines = self.life.workers.lines
+        decided = decide_what() or []
+        for action in [*decided, *self.life.on_time(self.world.now_s), *lines.on_time(self.world.now_s)]:
             if isinstance(action, Start):
                 self.world.note(self.name, f"starts {action.worker}")
                 # A machine that was started again before the first step may begin with the names it had.
@@ -265,6 +271,13 @@ class Node:
                 worker = self.world.workers[action.worker]
                 self.world.note(worker.id, f"is told of generation {action.generation.number}", of_worker=True)
                 worker.send_down(lambda worker=worker, g=action.generation: worker.hear(g))  # type: ignore[misc]
+            elif isinstance(action, Record):
+                self.world.record(action)
+            elif isinstance(action, AskEnd):
+                self.asked = action.worker
+                if action.worker:
+                    self.world.at(HOLD_S, lambda: self.step(list))
+                    self.look_for_end(action.worker)
             elif isinstance(action, Say):
                 self.world.note(self.name, f"says: {action.text}")
             elif isinstance(action, Exit):
@@ -276,6 +289,27 @@ class Node:
             assert due_s > self.world.now_s - 1.0, f"{self.name} has been asked in vain since {due_s - 100:.3f}"
             delay_s = max(due_s - self.world.now_s, 0.05 if due_s <= self.world.now_s else 0.0)
             self.world.at(delay_s, lambda: self.step(lambda: self.life.on_time(self.world.now_s)))
+
+    def end_lines(self, worker: str) -> list[Action]:
+        """Lines of a worker that ends do not wait any longer."""
+        actions = self.life.workers.lines.end_of(worker)
+        self.hurried += actions
+        return actions
+
+    def look_for_end(self, worker: str) -> None:
+        """As `WorkerEnds` does it."""
+        if self.asked != worker or self.ended:
+            return
+        node = node_of(worker)
+        if self.connected:
+            doc = self.store.read(node) if node in self.store.docs else None
+            listens = node in self.world.nodes and not self.world.nodes[node].ended
+            if doc is None or not listens or all(listed.id != worker for listed in doc.workers):
+                self.asked, logged = "", doc.progress.logged if doc is not None else 0
+                lines = self.life.workers.lines
+                self.world.at(0.001, lambda: self.step(lambda: lines.heard_of_end(worker, logged, self.world.now_s)))
+                return
+        self.world.at(0.02, lambda: self.look_for_end(worker))
 
     def check_kill(self, target: Worker) -> None:
         """While the job goes on, no agent kills the last worker that holds its state.

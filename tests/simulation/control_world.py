@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from elaunch.agent.decisions.actions import Record
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.decide import MembershipSettings
 from elaunch.rendezvous.membership import Generation, node_of, slot_of
@@ -127,6 +128,9 @@ class World:
     def through_json(self, document: Document) -> Document:
         """Returns a document as the store gives it back."""
         return from_json(type(document), to_json(document))
+
+    def record(self, line: Record) -> None:
+        """An agent writes a worker's line on a step; toy workers report none."""
 
     def make_worker(self, node: Node, id: str) -> Worker:
         """A process that an agent starts."""

@@ -10,6 +10,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from elaunch.agent.decisions.actions import Action
 from elaunch.agent.messages import note_lost_link, react, step_of
 from elaunch.errors import ElaunchError
 from elaunch.rendezvous.membership import Generation, GenerationStage, node_of
@@ -161,10 +162,12 @@ class Worker:
                     self.note(f"leaves after {message.step} steps")
                 self.send_up(lambda: react(self.node.life, self.id, message))
 
-    def _log(self, message: Report) -> None:
-        self.world.logged(self.id, message.fields)
-        self.node.life.workers.note_report(message)
-        self.send_down(partial(self.channel.note_logged, step_of(message)))
+    def _log(self, message: Report) -> list[Action]:
+        return self.node.life.workers.lines.take(self.id, message, self.world.now_s)
+
+    def note_logged(self, report: Report) -> None:
+        """A log has the line on a step that it has reported."""
+        self.send_down(partial(self.channel.note_logged, step_of(report)))
 
     def _lost_peer(self, message: Unreachable) -> None:
         if note_lost_link(self.node.life, self.id, message, self.world.now_s):
@@ -191,6 +194,7 @@ class Worker:
         self.process.kill()
         now_s = self.world.now_s
         # Whatever it said before is read before its end is reported.
+        self.send_up(lambda: self.node.end_lines(self.id))
         self.send_up(lambda: self.node.life.on_exit(self.id, exitcode, number, now_s, self.world.now_s))
 
     def outlive(self, seconds: float) -> None:

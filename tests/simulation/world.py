@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any
 
+from elaunch.agent.decisions.actions import Record
 from elaunch.rendezvous.membership import Generation, node_of
 from elaunch.wire import AGAIN
 from tests.simulation.control_node import Node
@@ -146,19 +147,30 @@ class JobWorld(World):
         assert worker not in had, f"{worker} commits step {step} twice"
         had.add(worker)
 
-    def logged(self, worker: str, fields: dict[str, Any]) -> None:
-        """The event log gets a step."""
+    def record(self, line: Record) -> None:
+        """An agent writes a worker's line on a step, as `WorkerMessages` and `Journal` do."""
+        worker, fields = self.workers[line.worker], line.report.fields
+        node = worker.node
+        if not line.is_elsewhere and not (AGAIN in fields and fields["step"] == node.last_line):
+            self.logged(worker.id, fields, any(line is hurried for hurried in node.hurried))
+            node.last_line = fields["step"]
+        node.life.workers.lines.note(line.report)
+        worker.note_logged(line.report)
+
+    def logged(self, worker: str, fields: dict[str, Any], is_hurried: bool) -> None:
+        """The event log gets a step; `is_hurried`: as the worker ends, before it is known what another log has."""
         generation = next(one for one in self.store.announced if one.number == fields["generation"])
         key = (generation.attempt, fields["step"])
         former = self.log.get(key)
         if former is not None:
-            # Where it committed only on some without whom the others go on, these commit it again.
-            there = [one for one in generation.ids if self.workers[one].alive]
-            others = [one for one, again in former if not again and one in there]
-            text = f"step {fields['step']} is logged by {former} and {worker}"
+            # Only where nobody can know what another log has may there be a second line.
+            nodes = [self.workers[one].node for one in (worker, *dict(former))]
+            lost = [node.name for node in nodes if node.ended or node.was_absent]
+            text = f"step {fields['step']} is logged by {former} and {worker}, again: {fields.get(AGAIN)}"
             assert worker not in dict(former), text
-            assert fields.get(AGAIN) or not others, text
-        self.log[key] = [*(former or []), (worker, bool(fields.get(AGAIN)))]
+            assert AGAIN in fields or nodes[0].name in lost, text
+            assert lost or is_hurried, text
+        self.log[key] = [*(former or []), (worker, AGAIN in fields)]
 
     def check_log(self) -> None:
         """Each step that has committed is in a log, but for the newest, whose report may be on its way.

@@ -128,16 +128,15 @@ class TestLog:
     def test_it_changes_when_a_worker_ends_and_not_with_each_step(self) -> None:
         node = member_node(slots=2)
         for step in (4, 5):
-            node.life.workers.note_report(Report("step", {"step": step}))
-            node.life.workers.note_report(Report("slow", {"step": 90}))
+            node.life.workers.lines.note(Report("step", {"step": step}))
         assert node.life.doc().progress.logged == 0
         node.dies("a/0#0")
-        node.life.workers.note_report(Report("step", {"step": 6}))
+        node.life.workers.lines.note(Report("step", {"step": 6}))
         assert node.life.doc().progress.logged == 6
 
     def test_another_attempt_begins_it_anew(self) -> None:
         node = member_node()
-        node.life.workers.note_report(Report("step", {"step": 4}))
+        node.life.workers.lines.note(Report("step", {"step": 4}))
         node.dies("a/0#0")
         node.generation(GenerationStage.ASSEMBLE, attempt=1)
         assert node.life.doc().progress.logged == 0

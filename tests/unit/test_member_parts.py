@@ -14,7 +14,7 @@ from elaunch.wire import AGAIN, Logged, Message, Report
 from elaunch.workers.data_parallel.layout import SampleLayout, Share
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.member.notes import Notes, pack
-from elaunch.workers.member.reports import KEPT, LAST_STEP, MOST_KEPT, TOLD, StepReports, tells_again
+from elaunch.workers.member.reports import GONE, KEPT, LAST_STEP, MOST_KEPT, TELLERS, TOLD, StepReports, tells_again
 from elaunch.workers.runtime import Member
 
 MEMBERS = ("a/0#0", "a/1#0", "a/2#0")
@@ -112,8 +112,10 @@ def test_the_first_member_reports_a_step_and_the_others_may_have_to() -> None:
     assert told == {"generation": 2, "step": 5, "loss": 0.25, "samples": 10, "members": 3}
     reports[1].tell_again(5)  # so many have committed, and it knows of one more
     assert other.sent == []
-    reports[1].tell_again(6)
-    assert [(one.fields["step"], one.fields[AGAIN]) for one in other.sent if isinstance(one, Report)] == [(5, True)]
+    reports[1].tell_again(6, ["a/0#0"])
+    assert [(one.fields["step"], one.fields[AGAIN]) for one in other.sent if isinstance(one, Report)] == [
+        (5, ["a/0#0"])
+    ]
 
 
 def verdict(told: Sequence[int | None], committing: tuple[int, ...] = (), step: int = 6, node: str = "") -> Verdict:
@@ -193,7 +195,7 @@ def test_after_a_checkpoint_a_step_may_have_to_be_reported_once_more() -> None:
     report.tell(Team(0), 2, 5, 0.25, range(10))  # type: ignore[arg-type]
     assert report.facts()[TOLD][0] == 5
     report.forget()
-    assert report.facts() == {LAST_STEP: None, TOLD: None, KEPT: [0, None]}
+    assert report.facts() == {LAST_STEP: None, TOLD: None, KEPT: [0, None], GONE: [], TELLERS: ["", ""]}
 
 
 APART = ("a/0#0", "b/0#0", "c/0#0")

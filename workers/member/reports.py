@@ -31,8 +31,17 @@ TOLD = "elaunch.told"
 KEPT = "elaunch.kept"
 """Likewise: `StepReports.logged`, and the first step whose report the voter keeps."""
 
-END_S = 2.0
-"""How long the first member waits for its agent to have written the last step, at the end and before it leaves."""
+GONE = "elaunch.gone"
+"""Likewise: the first members that were lost since the last step, as far as the voter knows."""
+
+TELLERS = "elaunch.tellers"
+"""Likewise: members of the generation that the voter leaves that may have reported the last step or the one after."""
+
+END_S = 10.0
+"""How long the first member waits for its agent to have written the last step, at the end and before it leaves.
+
+More than a line waits there that another node's log may have.
+"""
 
 _COUNT = struct.Struct(">Q")  # in this order the greater number is the greater text
 
@@ -40,7 +49,7 @@ MOST_KEPT = 4096
 """Reports that a member keeps at most, where an agent is that far behind."""
 
 Told = Sequence[Any]
-"""The number of a step that was reported, and the node whose agent writes it; "" where a log is known to have it."""
+"""The number of a step that was reported, and the worker that did; "" where a log is known to have it."""
 
 
 def last_told(verdict: Verdict, generation: Generation, known: Told | None) -> Told | None:
@@ -57,10 +66,10 @@ def last_told(verdict: Verdict, generation: Generation, known: Told | None) -> T
     for one in (known, *(facts.get(TOLD) for facts in verdict.facts)):
         if one is None:
             continue
-        step, node = one
-        if step == last and (not node or node in generation.nodes):
-            return step, node
-        if step == last + 1 and not node:  # it has committed only on workers that died; logs have the one before, too
+        step, teller = one
+        if step == last and (not teller or node_of(teller) in generation.nodes):
+            return step, teller
+        if step == last + 1 and not teller:  # it has committed only on workers that died; logs have the one before, too
             return last, ""
     return None
 
@@ -130,19 +139,32 @@ class StepReports:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._commit_s = time.monotonic()
-        self._kept: dict[int, tuple[str, dict[str, Any]]] = {}  # of steps in a row: the node that was told, the fields
+        self._heir = ""  # who was to report the last step in the place of the first member
+        self._gone: list[str] = []  # first members that were lost since the last step, and may have reported it
+        self._kept: dict[int, tuple[str, dict[str, Any]]] = {}  # of steps in a row: who has reported it, the fields
         self.last: dict[str, Any] | None = None
         self.told: Told | None = None
         self.logged = 0
         self.copied: int | None = None
 
-    def facts(self) -> dict[str, Any]:
-        """Returns what the other members must know, for a vote."""
-        return {LAST_STEP: self.last, TOLD: self.told, KEPT: [self.logged, next(iter(self._kept), None)]}
+    def facts(self, first: str = "") -> dict[str, Any]:
+        """Returns what the other members must know, for a vote.
+
+        Args:
+            first: the first member of the generation that this one leaves; empty: it leaves none.
+        """
+        return {
+            LAST_STEP: self.last,
+            TOLD: self.told,
+            KEPT: [self.logged, next(iter(self._kept), None)],
+            GONE: self._gone,
+            TELLERS: [first, self._heir],
+        }
 
     def forget(self) -> None:
         """Forgets what was reported: the job goes back to a checkpoint, and has steps to do again."""
         self.last = self.told = None
+        self._gone = []
         self._kept.clear()
         self.logged = 0
 
@@ -169,7 +191,7 @@ class StepReports:
                 made the last one count in this agreement. Otherwise it is of steps before the job went back to a
                 checkpoint.
             is_planned: nothing broke, so the first member reported the last step before it came to the agreement.
-            first: the node of that member, which may leave now.
+            first: that member, which may leave now.
         """
         if is_planned and steps:
             self.told = (steps - 1, "" if self.logged >= steps else first)
@@ -178,28 +200,34 @@ class StepReports:
         if logged and steps - 2 <= logged - 1 <= steps:
             self.hear(min(logged, steps))
 
-    def agree(self, verdict: Verdict, generation: Generation) -> None:
+    def agree(self, verdict: Verdict, generation: Generation, is_planned: bool = False) -> None:
         """Reports again what others may not have reported, or not to an agent that has written it.
 
-        Each such line is marked: an agent leaves it out if that step is the last that its log has
-        (`elaunch.agent.output.journal`).
+        Each such line is marked: an agent leaves it out if that step is the last that its log has, or if the log of a
+        first member has it of whom nobody knows yet whether it has reported (`elaunch.agent.decisions.step_lines`).
 
         Args:
             verdict: of the members.
             generation: that they enter.
+            is_planned: nothing broke, so the first member before has reported what it committed.
         """
-        mine, steps = self._client.worker, verdict.step
+        mine, steps, known = self._client.worker, verdict.step, self.told
         worker, lost = lost_steps(verdict, generation)
+        gone = {one for facts in verdict.facts for one in facts.get(GONE, ())}
+        if not is_planned:
+            gone |= {one for facts in verdict.facts for one in facts.get(TELLERS, ())}
+        self._gone = sorted(one for one in gone if one and one not in generation.ids)
         for step in lost:
-            node, fields = self._kept.get(step, ("", {}))
-            if node and node not in generation.nodes:
-                self._kept[step] = (node_of(worker), fields)
+            teller, fields = self._kept.get(step, ("", {}))
+            if teller and node_of(teller) not in generation.nodes:
+                self._kept[step] = (worker, fields)
                 if worker == mine:
-                    self._client.send(Report("step", {**fields, AGAIN: True}))
-        known = self.told
+                    self._client.send(Report("step", {**fields, AGAIN: [teller]}))
+        self._heir = generation.ids[verdict.passed]
         if tells_again(verdict, generation, mine, known):
-            self.tell_again(steps)
-        told = last_told(verdict, generation, known) or (steps - 1, node_of(generation.ids[verdict.passed]))
+            tellers = {one[1] for one in (known, *(facts.get(TOLD) for facts in verdict.facts)) if one is not None}
+            self.tell_again(steps, sorted({*self._gone, *tellers - {"", *generation.ids}}))
+        told = last_told(verdict, generation, known) or (steps - 1, generation.ids[verdict.passed])
         if self.last is not None and self.last["step"] == steps - 1 and not verdict.fresh:
             self._keep(told[1], self.last)
 
@@ -225,9 +253,9 @@ class StepReports:
         first = node_of(group.members[0])
         heir = next((member for member in group.members if node_of(member) != first), "")
         if heir == self._client.worker:
-            for node, fields in self._kept.values():
-                if node == first:
-                    self._client.send(Report("step", {**fields, AGAIN: True}))
+            for teller, fields in self._kept.values():
+                if node_of(teller) == first:
+                    self._client.send(Report("step", {**fields, AGAIN: [teller]}))
 
     def begin(self) -> None:
         """The first step of this member begins: it is measured from now on."""
@@ -250,22 +278,29 @@ class StepReports:
         seconds, self._commit_s = now_s - self._commit_s, now_s
         self.last = step_report(group, generation, step, loss, sample_ids, seconds, self.copied)
         is_told = self.told is not None and step == self.told[0]
-        self._keep(self.told[1] if self.told is not None and is_told else node_of(group.members[0]), self.last)
+        self._keep(self.told[1] if self.told is not None and is_told else group.members[0], self.last)
         if group.rank == 0 and not is_told:
-            self._client.send(Report("step", self.last))
-            self.told = (step, node_of(self._client.worker))
+            again = {AGAIN: self._gone} if self._gone else {}  # they may have committed it, and nobody else
+            self._client.send(Report("step", {**self.last, **again}))
+            self.told = (step, self._client.worker)
+        self._gone, self._heir = [], ""
         return seconds
 
-    def tell_again(self, steps: int) -> None:
-        """Reports the last of so many steps in the place of the first member, if this worker knows of it."""
-        if self.last is not None and self.last["step"] == steps - 1:
-            self._client.send(Report("step", {**self.last, AGAIN: True}))
-            self.told = (steps - 1, node_of(self._client.worker))
+    def tell_again(self, steps: int, gone: Sequence[str] = ()) -> None:
+        """Reports the last of so many steps in the place of the first member, if this worker knows of it.
 
-    def _keep(self, node: str, report: dict[str, Any]) -> None:
-        """Keeps the report of the newest step, which a node was told; empty: a log has it."""
+        Args:
+            steps: so many have committed.
+            gone: workers that may have reported it.
+        """
+        if self.last is not None and self.last["step"] == steps - 1:
+            self._client.send(Report("step", {**self.last, AGAIN: list(gone)}))
+            self.told = (steps - 1, self._client.worker)
+
+    def _keep(self, teller: str, report: dict[str, Any]) -> None:
+        """Keeps the report of the newest step, which a worker has reported; empty: a log has it."""
         step = report["step"]
         if next(reversed(self._kept), step) not in (step - 1, step):  # it was not here for the one before
             self._kept.clear()
-        self._kept[step] = (node, report)
-        self.hear(step + 1 if not node else 0)
+        self._kept[step] = (teller, report)
+        self.hear(step + 1 if not teller else 0)

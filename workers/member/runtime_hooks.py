@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from elaunch.rendezvous.membership import Generation, node_of
+from elaunch.rendezvous.membership import Generation
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.c10d.native import NativeWorks
 from elaunch.workers.comm.c10d.store import store_of
@@ -63,11 +63,15 @@ class RuntimeHooks:
         """Number of steps that have committed here."""
         return self._step() if self._step is not None else self._hooks.vote().step
 
+    @property
+    def _first(self) -> str:
+        return self.group.members[0] if self.group is not None else ""
+
     def vote(self) -> Vote:
         """Adds to the framework's vote what the runtime tells the others."""
         vote, saved = self._hooks.vote(), self._checkpoints
         ours = {NATIVE: self._native.ready(), REPLAN: self.replans.facts(), **self._offers.facts()}
-        facts = {**vote.facts, **self._reports.facts(), **self._policy.facts(), **ours}
+        facts = {**vote.facts, **self._reports.facts(self._first), **self._policy.facts(), **ours}
         newest = saved.newest()
         return replace(vote, facts=facts, saved=vote.saved if newest is None else newest, every=saved.every)
 
@@ -89,9 +93,8 @@ class RuntimeHooks:
             self._reports.last = verdict.facts[passed][READY_STEP if passed in verdict.committing else LAST_STEP]
         is_planned = self._agreed > 0 and generation.aborts_step_before <= self._agreed
         self._agreed = generation.number
-        first = node_of(self.group.members[0]) if self.group is not None else ""
-        self._reports.learn(verdict.step, generation.logged, is_planned, first)
-        self._reports.agree(verdict, generation)
+        self._reports.learn(verdict.step, generation.logged, is_planned, self._first)
+        self._reports.agree(verdict, generation, is_planned)
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
         """Has the framework choose how the members go on."""

@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass
 
 from elaunch.rendezvous.membership import Generation
+from elaunch.wire import Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,22 @@ class Log:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """Writes a worker's line on a step, unless another node's log has it, and tells the worker that a log has it."""
+
+    worker: str
+    report: Report
+    is_elsewhere: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AskEnd:
+    """Finds out when a worker of another node has ended, as its node reports; empty: that is asked no longer."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
 class Warm:
     """Keeps a preloaded process, from which workers start quickly: replacements, or with --warm-start all."""
 
@@ -62,7 +79,7 @@ class Exit:
     text: str = ""
 
 
-Action = Start | Signal | Tell | Say | Log | Warm | Exit
+Action = Start | Signal | Tell | Say | Log | Record | AskEnd | Warm | Exit
 
 
 @dataclass(frozen=True, slots=True)

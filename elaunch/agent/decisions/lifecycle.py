@@ -85,7 +85,7 @@ class Lifecycle:
         """Returns the report of this node, as it is now."""
         draining, evicted, peers = self.ending.draining, self.workers.evicted, self.workers.peers
         number = self.generation.number if self.generation is not None else 0
-        committed, logged = peers.committed, self.workers.logged
+        committed, logged = peers.committed, self.workers.lines.logged
         return NodeDoc(
             node=self.settings.node,
             host=self.settings.host,

@@ -10,10 +10,10 @@ from elaunch.agent.decisions.actions import Action, Ended, Say, Signal, Start, T
 from elaunch.agent.decisions.node_state import Blame, PeerReports
 from elaunch.agent.decisions.slots import REACHABLE, VACANT, Effect, News, Slot, SlotEvent, SlotState, find_transition
 from elaunch.agent.decisions.state_holders import StateHolders
+from elaunch.agent.decisions.step_lines import StepLines
 from elaunch.rendezvous.membership import Generation, NodeWorker, WorkerState, WorkerSummary, incarnation, worker_id
 from elaunch.rendezvous.rules.early import common_error
 from elaunch.rendezvous.rules.holders import grace_s
-from elaunch.wire import Report
 
 REFUSED_S = 2.0  # so long a live worker may refuse its peers before it is replaced: one that ends takes less
 LAST_REFUSED_S = 20.0  # and so much longer if nobody else holds the state, which it can give to nobody
@@ -47,12 +47,11 @@ class LocalWorkers:
         replaced: how many workers that died were replaced.
         took_part: whether one was a member in the present attempt.
         takes_plans: whether the newest that registered carries out plans that users ask for.
-        steps_in_log: number of steps up to the last one that these workers have had written into the event log.
-        logged: the same, as it was when one of them last ended: what the others must know then.
         early_death: how the first died that did so in this attempt before any had registered; "": none did.
         has_attached: whether a script here has ever called `elaunch.init()`, or the like.
         has_committed: whether a worker here has ever seen a step commit.
         unregistered: workers that have not registered although the job trains, by name.
+        lines: on steps.
     """
 
     node: str
@@ -64,12 +63,11 @@ class LocalWorkers:
     replaced: int = 0
     took_part: bool = False
     takes_plans: bool = False
-    steps_in_log: int = 0
-    logged: int = 0
     early_death: str = ""
     has_attached: bool = False
     has_committed: bool = False
     unregistered: dict[str, Unregistered] = field(default_factory=dict)
+    lines: StepLines = field(default_factory=StepLines)
 
     # -- views --------------------------------------------------------------------------------------------------
 
@@ -172,7 +170,7 @@ class LocalWorkers:
         if transition is None:
             return []
         if slot.alive and not transition.state.alive:
-            self.logged = self.steps_in_log
+            self.lines.note_end()
             if event is SlotEvent.DIE:
                 self._note_death(slot, news)
         self.has_attached = self.has_attached or event is SlotEvent.ATTACH
@@ -191,12 +189,6 @@ class LocalWorkers:
         unregistered = all(one.state in (*VACANT, SlotState.STARTING, SlotState.ATTACHED) for one in self.slots)
         if not news.training and self.has_attached and unregistered:
             self.early_death = self.early_death or news.text
-
-    def note_report(self, report: Report) -> None:
-        """Notes which step the event log has now, if a line for it is about one."""
-        step = report.fields.get("step")
-        if report.kind == "step" and isinstance(step, int):
-            self.steps_in_log = step + 1
 
     def abandon(self, worker: str, why: str) -> None:
         """Notes that the job cannot go on, as a worker of this node says: the leader ends it."""
@@ -268,7 +260,8 @@ class LocalWorkers:
     def begin_attempt(self) -> None:
         """Forgets the workers of the former attempt, all of which have ended."""
         self.blame.failed, self.blame.abandoned, self.took_part = "", "", False
-        self.steps_in_log, self.logged, self.early_death = 0, 0, ""
+        self.early_death = ""
+        self.lines.begin_attempt()
         self.blame.failures.clear()
         self.blame.replaced.clear()
         for slot in self.slots:

@@ -44,7 +44,7 @@ class Journal:
         """
         fields = dict(report.fields)
         if report.kind == "step":
-            if fields.pop(AGAIN, False) and fields.get("step") == self._last_step:
+            if fields.pop(AGAIN, None) is not None and fields.get("step") == self._last_step:
                 return
             self._last_step = fields.get("step")
         t, number = fields.pop("t", None), fields.pop("generation", None)

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from elaunch.agent.decisions.actions import Action, AskEnd, Record
+from elaunch.agent.decisions.step_lines import HOLD_S, MOST_CHARACTERS, MOST_NAMES, StepLines
+from elaunch.wire import AGAIN, Report
+
+HEIR, NEXT = "b/0#0", "b/1#0"
+LOST, OTHER = "a/0#0", "c/0#0"
+
+
+def report(step: int, *tellers: str) -> Report:
+    return Report("step", {"step": step, **({AGAIN: list(tellers)} if tellers else {})})
+
+
+def steps(actions: list[Action]) -> list[tuple[int, bool]]:
+    """Of the lines that are due: the step, and whether another log has it."""
+    return [(one.report.fields["step"], one.is_elsewhere) for one in actions if isinstance(one, Record)]
+
+
+def asked(actions: list[Action]) -> list[str]:
+    return [one.worker for one in actions if isinstance(one, AskEnd)]
+
+
+def test_a_line_that_no_other_log_can_have_is_written_at_once() -> None:
+    lines = StepLines()
+    assert steps(lines.take(HEIR, report(5), 0.0)) == [(5, False)]
+    assert steps(lines.take(HEIR, Report("step", {"step": 6, AGAIN: []}), 0.0)) == [(6, False)]
+    assert lines.asked == ""
+
+
+def test_a_line_in_the_place_of_another_worker_waits_for_its_end_and_later_ones_with_it() -> None:
+    lines = StepLines()
+    held = lines.take(HEIR, report(5, LOST), 0.0)
+    assert (steps(held), asked(held)) == ([], [LOST])
+    assert lines.take(HEIR, report(6), 0.1) == []
+    assert lines.heard_of_end(OTHER, 9, 0.2) == []
+    assert lines.on_time(HOLD_S - 0.1) == []
+    assert steps(lines.heard_of_end(LOST, 5, 0.3)) == [(5, False), (6, False)]
+    assert steps(lines.take(HEIR, report(7), 0.4)) == [(7, False)]
+
+
+def test_what_the_log_of_the_lost_one_has_is_not_written() -> None:
+    lines = StepLines()
+    lines.take(HEIR, report(5, LOST), 0.0)
+    lines.take(HEIR, report(6), 0.0)
+    assert steps(lines.heard_of_end(LOST, 6, 0.1)) == [(5, True), (6, False)]
+
+
+def test_all_are_asked_that_may_have_reported_it() -> None:
+    lines = StepLines()
+    assert asked(lines.take(HEIR, report(5, LOST, OTHER), 0.0)) == [LOST]
+    assert asked(lines.heard_of_end(LOST, 6, 0.1)) == [OTHER]
+    assert steps(lines.heard_of_end(OTHER, 0, 0.2)) == [(5, True)]
+    assert asked(lines.take(HEIR, report(6, LOST), 0.3)) == [LOST]  # its log may have grown since
+
+
+def test_nobody_waits_for_ever() -> None:
+    lines = StepLines()
+    lines.take(HEIR, report(5, LOST), 1.0)
+    due = lines.on_time(1.0 + HOLD_S)
+    assert (steps(due), asked(due)) == ([(5, False)], [""])
+    assert lines.heard_of_end(LOST, 6, 20.0) == []
+
+
+def test_the_lines_of_a_worker_that_ends_are_written_before_its_node_says_what_its_log_has() -> None:
+    lines = StepLines()
+    lines.take(HEIR, report(5, LOST), 0.0)
+    assert lines.end_of(NEXT) == []
+    assert steps(lines.end_of(HEIR)) == [(5, False)]
+    assert lines.asked == ""
+
+
+def test_what_a_worker_of_this_node_has_reported_itself_comes_before_a_line_in_its_place() -> None:
+    lines = StepLines()
+    assert asked(lines.take(HEIR, report(5, NEXT), 0.0)) == [NEXT]
+    assert steps(lines.take(NEXT, report(5), 0.1)) == [(5, False)]
+
+
+def test_names_that_no_worker_can_have_name_nobody() -> None:
+    for names in ("a/0#0", [7], ["x" * (MOST_CHARACTERS + 1)], [""], [LOST] * (MOST_NAMES + 1), {"a": 1}):
+        lines = StepLines()
+        assert steps(lines.take(HEIR, Report("step", {"step": 5, AGAIN: names}), 0.0)) == [(5, False)]
+
+
+def test_what_is_told_of_the_log_changes_when_a_worker_ends_and_not_with_each_step() -> None:
+    lines = StepLines()
+    lines.note(report(5))
+    lines.note(Report("step", {"step": "6"}))
+    assert (lines.in_log, lines.logged) == (6, 0)
+    lines.note_end()
+    assert lines.logged == 6
+    lines.begin_attempt()
+    assert (lines.in_log, lines.logged) == (0, 0)
