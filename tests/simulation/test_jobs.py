@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from elaunch.agent.decisions import step_lines
+from elaunch.agent.decisions.actions import Record
 from elaunch.rendezvous.rules import training
 from elaunch.workers import recovery, runtime
 from elaunch.workers.comm import group, transport
@@ -101,6 +103,18 @@ def _leaves_what_a_lost_agent_had_not_written_at_the_end() -> Any:
     return reports.StepReports, "end", lambda self, group: group.barrier()
 
 
+def _writes_what_the_log_of_a_lost_member_may_have() -> Any:
+    return step_lines.StepLines, "take", lambda self, worker, report, now_s: [Record(worker, report)]
+
+
+def _does_not_say_who_may_have_reported_the_step_that_is_done_again() -> Any:
+    def facts(self: reports.StepReports, first: str = "") -> dict[str, Any]:
+        return {**original(self, first), reports.TELLERS: []}
+
+    original = reports.StepReports.facts
+    return reports.StepReports, "facts", facts
+
+
 def _forgets_links_that_failed_before_a_planned_generation() -> Any:
     def compare(view: Any, generation: Any, *args: Any) -> Any:
         # The generation's own number in the place of the last one that ended a step.
@@ -126,6 +140,8 @@ def _forgets_links_that_failed_before_a_planned_generation() -> Any:
         (_leaves_the_report_to_a_first_member_that_died, 35, 1500),
         (_keeps_the_last_report_alone, 1388, 3000),
         (_leaves_what_a_lost_agent_had_not_written_at_the_end, 1287, 3000),
+        (_writes_what_the_log_of_a_lost_member_may_have, 581, 3000),
+        (_does_not_say_who_may_have_reported_the_step_that_is_done_again, 644, 3000),
         soak(_forgets_links_that_failed_before_a_planned_generation, 0, 8000),
     ],
 )

@@ -168,7 +168,9 @@ class JobWorld(World):
             lost = [node.name for node in nodes if node.ended or node.was_absent]
             text = f"step {fields['step']} is logged by {former} and {worker}, again: {fields.get(AGAIN)}"
             assert worker not in dict(former), text
-            assert AGAIN in fields or nodes[0].name in lost, text
+            # Unmarked only if its own agent is lost, or nobody is left who knows that it was logged.
+            knows = any(self.workers[one].alive for one in dict(former))
+            assert AGAIN in fields or nodes[0].name in lost or not knows, text
             assert lost or is_hurried, text
         self.log[key] = [*(former or []), (worker, AGAIN in fields)]
 
