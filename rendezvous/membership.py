@@ -235,7 +235,7 @@ class NodeProgress:
         committed: the newest generation in which a step has committed; only the first member's node tells it, and only
             during a streak of generations without one.
         saved: number of steps in the newest checkpoint that it knows of; None: it knows of none.
-        logged: number of steps up to the last one in its event log, as it was when a worker of this node last ended.
+        logged: number of steps up to the last one in its event log, as it was when a worker last finished or ended.
     """
 
     attempt: int = 0

@@ -8,7 +8,7 @@ from math import inf
 
 from elaunch.errors import ProtocolError
 from elaunch.rendezvous.intake import read_node
-from elaunch.rendezvous.membership import NodeDoc, node_of
+from elaunch.rendezvous.membership import NodeDoc, WorkerState, node_of
 from elaunch.rendezvous.node.leader import nobody_listens
 from elaunch.rendezvous.node.reporter import MembershipListener
 from elaunch.rendezvous.node.session import Session
@@ -18,7 +18,7 @@ PAUSES_S = (0.01, 0.5)
 
 
 class WorkerEnds:
-    """Reads the report of a node until a worker is not in it.
+    """Reads the report of a node until a worker is not in it, or has finished.
 
     Args:
         session: with the store.
@@ -52,7 +52,10 @@ class WorkerEnds:
         if entry is not None:
             with suppress(ProtocolError):  # whoever has damaged it, the node writes it again
                 doc = read_node(node, entry.value, entry.created)
-            is_listed = doc is None or any(worker.id == self._worker for worker in doc.workers)
+            # One that has finished is listed even after its end, and reports nothing more.
+            is_listed = doc is None or any(
+                worker.id == self._worker and worker.state is not WorkerState.DONE for worker in doc.workers
+            )
             if is_listed and not (doc is not None and nobody_listens(doc.liveness_address)):
                 self.due_s = self._clock() + self._pause_s
                 self._pause_s = min(1.5 * self._pause_s, PAUSES_S[1])

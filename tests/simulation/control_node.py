@@ -304,7 +304,8 @@ class Node:
         if self.connected:
             doc = self.store.read(node) if node in self.store.docs else None
             listens = node in self.world.nodes and not self.world.nodes[node].ended
-            if doc is None or not listens or all(listed.id != worker for listed in doc.workers):
+            counted = [listed.id for listed in doc.workers if listed.state is not WorkerState.DONE] if doc else []
+            if not listens or worker not in counted:
                 self.asked, logged = "", doc.progress.logged if doc is not None else 0
                 lines = self.life.workers.lines
                 self.world.at(0.001, lambda: self.step(lambda: lines.heard_of_end(worker, logged, self.world.now_s)))

@@ -30,8 +30,10 @@ class Job:
     def worker_ended(self, worker: str, logged: int) -> None:
         self.ended.append((worker, logged))
 
-    def says(self, logged: int, *workers: str, liveness_address: str = "") -> None:
-        listed = tuple(NodeWorker(one, 0, WorkerState.MEMBER, f"{one}:1") for one in workers)
+    def says(
+        self, logged: int, *workers: str, state: WorkerState = WorkerState.MEMBER, liveness_address: str = ""
+    ) -> None:
+        listed = tuple(NodeWorker(one, 0, state, f"{one}:1") for one in workers)
         doc = NodeDoc("a", "a", 1, listed, progress=NodeProgress(logged=logged))
         self.docs["nodes/a"] = to_json(replace(doc, liveness_address=liveness_address))
 
@@ -86,3 +88,9 @@ def test_an_agent_that_is_dead_is_not_waited_for_until_its_lease_ends(job: Job) 
         job.ends.await_end(LOST)
         assert job.look() == []
     assert job.look() == [(LOST, 3)]
+
+
+def test_one_that_has_finished_reports_nothing_more(job: Job) -> None:
+    job.says(8, LOST, state=WorkerState.DONE)
+    job.ends.await_end(LOST)
+    assert job.look() == [(LOST, 8)]

@@ -169,10 +169,10 @@ class LocalWorkers:
         transition = find_transition(slot, event, news)
         if transition is None:
             return []
-        if slot.alive and not transition.state.alive:
+        if slot.alive and (not transition.state.alive or transition.state is SlotState.FINISHED):
             self.lines.note_end()
-            if event is SlotEvent.DIE:
-                self._note_death(slot, news)
+        if slot.alive and not transition.state.alive and event is SlotEvent.DIE:
+            self._note_death(slot, news)
         self.has_attached = self.has_attached or event is SlotEvent.ATTACH
         slot.state = transition.state
         return [action for effect in transition.effects for action in self._carry_out(effect, slot, news)]

@@ -28,7 +28,7 @@ class StepLines:
     Attributes:
         in_log: number of steps up to the last one that these workers have had written into the event log, or of which
             they know that another node's log has it.
-        logged: the same, as it was when one of them last ended: what the others must know then.
+        logged: the same, as it was when one of them last finished or ended: what the others must know then.
         asked: the worker whose end is waited for; empty: nothing waits.
     """
 
@@ -70,7 +70,7 @@ class StepLines:
             self.in_log = step + 1
 
     def note_end(self) -> None:
-        """Notes that a worker of this node has ended."""
+        """Notes that a worker of this node has finished, or ended."""
         self.logged = self.in_log
 
     def begin_attempt(self) -> None:
