@@ -385,7 +385,7 @@ class Agent:
                 case Record():
                     self._messages.record(action)
                 case AskEnd():
-                    self._messages.ask_end(action)
+                    self._participant.await_end(action.worker)
                 case Exit():
                     self._exit = action
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from elaunch.agent.control import ControlConnection, ControlServer
-from elaunch.agent.decisions.actions import Action, AskEnd, Record
+from elaunch.agent.decisions.actions import Action, Record
 from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.output.journal import Journal
 from elaunch.agent.output.status import StatusBoard
@@ -157,10 +157,6 @@ class WorkerMessages:
             if connection is not None and not connection.closed:
                 connection.send(logged)
         self._logged.clear()
-
-    def ask_end(self, asked: AskEnd) -> None:
-        """Has the participant look whether a worker has ended."""
-        self._participant.await_end(asked.worker)
 
     def _take(self, connection: ControlConnection, message: Message) -> list[Action]:
         """Takes one message.

@@ -153,7 +153,6 @@ class Node:
         self.waiting: list[str] = []
         self.outages: list[str] = []
         self.hindrances: list[str] = []
-        self.ends: list[tuple[str, int]] = []
         self.returns: list[float] = []
         self.absences: list[str] = []
         self.refusals: list[ElaunchError] = []
@@ -194,7 +193,7 @@ class Node:
         self.returns.append(away_s)
 
     def worker_ended(self, worker: str, logged: int) -> None:
-        self.ends.append((worker, logged))
+        raise AssertionError("nobody awaits the end of a worker here")
 
     def hindered(self, why: str) -> None:
         self.hindrances.append(why)

@@ -63,15 +63,20 @@ def last_told(verdict: Verdict, generation: Generation, known: Told | None) -> T
         known: the last step of which this worker knows that it was reported (`StepReports.learn`).
     """
     last = verdict.step - 1
-    for one in (known, *(facts.get(TOLD) for facts in verdict.facts)):
-        if one is None:
-            continue
-        step, teller = one
+    for step, teller in _all_told(verdict, known):
         if step == last and (not teller or node_of(teller) in generation.nodes):
             return step, teller
         if step == last + 1 and not teller:  # it has committed only on workers that died; logs have the one before, too
             return last, ""
     return None
+
+
+def _all_told(verdict: Verdict, known: Told | None) -> list[Told]:
+    return [one for one in (known, *(facts.get(TOLD) for facts in verdict.facts)) if one is not None]
+
+
+def _named(verdict: Verdict, fact: str) -> set[str]:
+    return {one for facts in verdict.facts for one in facts.get(fact, ())}
 
 
 def tells_again(verdict: Verdict, generation: Generation, worker: str, known: Told | None) -> bool:
@@ -213,9 +218,7 @@ class StepReports:
         """
         mine, steps, known = self._client.worker, verdict.step, self.told
         worker, lost = lost_steps(verdict, generation)
-        gone = {one for facts in verdict.facts for one in facts.get(GONE, ())}
-        if not is_planned:
-            gone |= {one for facts in verdict.facts for one in facts.get(TELLERS, ())}
+        gone = _named(verdict, GONE) | (set() if is_planned else _named(verdict, TELLERS))
         self._gone = sorted(one for one in gone if one and one not in generation.ids)
         for step in lost:
             teller, fields = self._kept.get(step, ("", {}))
@@ -225,7 +228,7 @@ class StepReports:
                     self._client.send(Report("step", {**fields, AGAIN: [teller]}))
         self._heir = generation.ids[verdict.passed]
         if tells_again(verdict, generation, mine, known):
-            tellers = {one[1] for one in (known, *(facts.get(TOLD) for facts in verdict.facts)) if one is not None}
+            tellers = {teller for _, teller in _all_told(verdict, known)}
             self.tell_again(steps, sorted({*self._gone, *tellers - {"", *generation.ids}}))
         told = last_told(verdict, generation, known) or (steps - 1, generation.ids[verdict.passed])
         if self.last is not None and self.last["step"] == steps - 1 and not verdict.fresh:
