@@ -46,6 +46,13 @@ def test_what_the_log_of_the_lost_one_has_is_not_written() -> None:
     assert steps(lines.heard_of_end(LOST, 6, 0.1)) == [(5, True), (6, False)]
 
 
+def test_a_step_that_is_done_again_after_a_checkpoint_is_written_although_a_log_had_gone_further() -> None:
+    for logged, is_elsewhere in ((5, False), (6, True), (7, True), (8, False), (51, False)):
+        lines = StepLines()
+        lines.take(HEIR, report(5, LOST), 0.0)
+        assert steps(lines.heard_of_end(LOST, logged, 0.1)) == [(5, is_elsewhere)]
+
+
 def test_all_are_asked_that_may_have_reported_it() -> None:
     lines = StepLines()
     assert asked(lines.take(HEIR, report(5, LOST, OTHER), 0.0)) == [LOST]

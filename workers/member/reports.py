@@ -169,7 +169,7 @@ class StepReports:
     def forget(self) -> None:
         """Forgets what was reported: the job goes back to a checkpoint, and has steps to do again."""
         self.last = self.told = None
-        self._gone = []
+        self._gone, self._heir = [], ""
         self._kept.clear()
         self.logged = 0
 

@@ -108,7 +108,8 @@ class StepLines:
                 self.asked, self._until_s = unknown, now_s + HOLD_S
                 return [*actions, AskEnd(unknown)]
             step = line.report.fields.get("step")
-            is_elsewhere = isinstance(step, int) and any(step < self._ended[one] for one in tellers)
+            # A log that has more than the next step, too, is of steps before the job went back to a checkpoint.
+            is_elsewhere = isinstance(step, int) and any(step < self._ended[one] <= step + 2 for one in tellers)
             self._waiting.popleft()
             actions.append(replace(line, is_elsewhere=is_elsewhere))
         self._ended.clear()
