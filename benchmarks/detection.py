@@ -116,9 +116,9 @@ class Node(Job):
         folder: Path,
         *flags: str,
         name: str = "n0",
-        within: Sequence[str] = (),
+        within: tuple[str, ...] = (),
         script: Sequence[str] = (),
-        **env: str,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(name, Training(WORKERS, 0.0), folder)
         self.orders = folder / f"orders-{name}-{time.monotonic_ns()}"
@@ -127,7 +127,7 @@ class Node(Job):
         self._command = [
             *within, *ELAUNCH, "--events", self.log, f"--node-name={name}", *flags, *(script or job)
         ]  # fmt: skip
-        self._env = env
+        self._env = env or {}
 
     def begin(self) -> None:
         # Workers that start share one import of torch.
@@ -296,7 +296,7 @@ def three_hosts(folder: Path) -> Iterator[tuple[Network, dict[str, Node], Callab
         stack.callback(etcd.stop)
         etcd.wait_ready()
         nodes: dict[str, Node] = {}
-        places = {name: wires.add(name) for name in "abc"}
+        places = {name: ("ip", "netns", "exec", wires.add(name)) for name in "abc"}
 
         def start(name: str) -> Node:
             conf = "--rdzv-conf=last_call_timeout=0,attach_timeout=90"
@@ -402,7 +402,7 @@ def devices(folder: Path, repeat: int) -> Iterator[Found]:
     flags = ("--standalone", f"--nproc-per-node={WORKERS}", "--health-policy=report")
     for job in range(math.ceil(repeat / WORKERS)):
         gpus = StubNvml(folder / f"nvml-{job}", WORKERS)
-        with Node(folder, *flags, **gpus.environment) as node:
+        with Node(folder, *flags, env=gpus.environment) as node:
             node.await_members(WORKERS, 3)
             # Each GPU tells of errors of its memory once.
             for turn in range(2 * min(WORKERS, repeat - WORKERS * job)):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from elaunch import threads
 from elaunch.errors import LaunchError, StoreUnavailable
-from elaunch.rendezvous.cluster.standings import ask
+from elaunch.rendezvous.cluster.standings import SEATS_PER_S, Rounds, ask
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.membership import Generation
 from elaunch.rendezvous.node.mailbox import Mailbox
@@ -31,9 +31,6 @@ from elaunch.rendezvous.rules.quorum import has_say
 
 PAUSE_S = 0.1
 SUSPECT_S = 0.2  # in which a death becomes a generation
-SEATS_PER_S = 500
-"""So many agents a node asks each second on average: all nodes that lost the store do."""
-
 WORD_S = 0.5
 
 START_S = 10.0
@@ -113,7 +110,7 @@ class Founder:
         self._ended: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         self._newest = 0
-        self._asked_s = float("-inf")
+        self._rounds = Rounds(clock)
         self._told = ""
         self._can_found = settings.can_found
 
@@ -128,6 +125,7 @@ class Founder:
 
     def connected(self) -> None:
         """Notes that this node can reach its store."""
+        self._rounds.begin()
         self._told = ""
         self._stand(away=False)
 
@@ -214,10 +212,8 @@ class Founder:
         if self._founding is not None:
             return self._wait_for_server(bool(ask({}, servers).listening))
         seats = self._seats(generation)
-        if self._clock() < self._asked_s + len(seats) / SEATS_PER_S:
+        if (answers := self._rounds.ask(seats, servers)) is None:
             return None
-        self._asked_s = self._clock()
-        answers = ask(seats, servers)
         is_held = self._note_ended(answers.ended)
         self._stand(away=True)
         there = answers.listening

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from elaunch.rendezvous.cluster.standings import answer, ask, listens
+from elaunch.rendezvous.cluster import standings
+from elaunch.rendezvous.cluster.standings import AGAIN_S, ANSWER_S, PATIENT_EVERY, Rounds, answer, ask, listens
 from elaunch.rendezvous.rules.founding import Standing
 from tests.helpers import find_free_port
 
@@ -56,3 +57,32 @@ def test_who_only_looks_whether_an_agent_lives_does_not_disturb_it(agent_b: str)
         socket.create_connection((host, int(port)), 10).close()
     assert listens(agent_b)
     assert ask({"b": agent_b}).standings == {"b": B}
+
+
+def test_those_that_did_not_answer_hold_up_the_next_rounds_less(
+    agent_b: str, silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: dict[str, list[float]] = {"b": [], "c": [], "server": []}
+    names = {agent_b: "b", silent: "c", "server:1": "server"}
+
+    def look(address: str, within_s: float) -> object:
+        waited[names[address]].append(within_s)
+        return {"b": B, "c": "it is silent", "server": False}[names[address]]
+
+    monkeypatch.setattr(standings, "_ask", look)
+    monkeypatch.setattr(standings, "listens", look)
+    now = 0.0
+    rounds = Rounds(lambda: now)
+    for _ in range(PATIENT_EVERY + 2):
+        now += 1.0
+        answers = rounds.ask({"b": agent_b, "c": silent}, ("server:1",))
+        assert answers is not None
+        assert answers.standings == {"b": B}
+        assert answers.silent == {silent, "server:1"}
+        assert rounds.ask({"b": agent_b, "c": silent}, ("server:1",)) is None, "it is not due"
+    expected = [ANSWER_S, *[AGAIN_S] * (PATIENT_EVERY - 1), ANSWER_S, AGAIN_S]
+    assert waited == {"b": [ANSWER_S] * len(expected), "c": expected, "server": expected}
+    rounds.begin()
+    now += 1.0
+    rounds.ask({"c": silent}, ())
+    assert waited["c"][-1] == ANSWER_S, "of another loss than before"
