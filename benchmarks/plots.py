@@ -2,7 +2,8 @@
 
     python benchmarks/recovery.py --json recovery.json
     python benchmarks/lost_nodes.py --json lost_nodes.json
-    python benchmarks/plots.py recovery.json lost_nodes.json --out docs/images
+    python benchmarks/lost_host.py --json lost_host.json
+    python benchmarks/plots.py recovery.json lost_nodes.json lost_host.json --out docs/images
 
 Each picture is made of the rows of one kind, wherever they stand in the files; of kinds that are in none there is no
 picture. The same rows give the same bytes. Needs matplotlib: pip install 'elaunch[plots]'.
@@ -73,6 +74,19 @@ def spares(rows: Sequence[Row], axes: Any) -> None:
     axes.set_xlabel("milliseconds from the loss, medians")
 
 
+def lost_host(rows: Sequence[Row], axes: Any) -> None:
+    """After the loss of the host of the store: the medians, from the least to the greatest."""
+    names = [f"{row['loss']}, {row['hosts']} hosts, etcd on {row['servers']}" for row in rows]
+    medians = [row["median_s"] for row in rows]
+    spans = [
+        [row["median_s"] - row["least_s"] for row in rows],
+        [row["worst_s"] - row["median_s"] for row in rows],
+    ]
+    axes.barh(names, medians, xerr=spans, color=COLOURS[0], height=0.6, capsize=3)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds from the loss to the next step of the others: median, least and worst")
+
+
 def lost_nodes(rows: Sequence[Row], axes: Any) -> None:
     """Throughput after nodes are lost, by policy, of the last model of the rows; pale: does not fit into memory."""
     model = rows[-1]["model"]
@@ -109,6 +123,7 @@ PICTURES: dict[str, tuple[str, Callable[[Sequence[Row], Any], None]]] = {
     "recovery": ("SIGKILL -> next commit", recovery),
     "overhead": ("failure-free step", overhead),
     "spares": ("a node is lost", spares),
+    "lost-host": ("went_on", lost_host),
     "lost-nodes": ("lost", lost_nodes),
 }
 """By name of the picture: the column that its rows have, and what draws them."""

@@ -95,7 +95,7 @@ def machine() -> dict[str, Cell]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The two flags that every benchmark has."""
-    parser.add_argument("--quick", action="store_true", help="a small version that takes less than a minute")
+    parser.add_argument("--quick", action="store_true", help="a small version, of some minutes at most")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write machine, rows and targets to PATH")
 
 

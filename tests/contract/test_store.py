@@ -15,12 +15,15 @@ import grpc
 import psutil
 import pytest
 
+from elaunch.agent.launch import FIRST_CONTACT_S, REFUSED_S, _open_store
+from elaunch.cli.run import parse
 from elaunch.errors import LaunchError, StoreUnavailable
 from elaunch.rendezvous.cluster import connection
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.etcd_trouble import Trouble, advice_on, classify, tls_hint
 from elaunch.rendezvous.memory import MemoryStore
+from elaunch.rendezvous.security.identity import NodeIdentity
 from elaunch.rendezvous.store import Entry, LeaseGone, Prefixes, Store, Watch, WatchEvent
 from tests.helpers import Spawner, find_free_port, make_certificates, wait_until
 from tests.jobs.plain_etcd import etcdctl
@@ -739,6 +742,18 @@ class TestEtcdSettings:
                 store.get("/a")
         finally:
             store.close()
+
+    @pytest.mark.parametrize(("loss", "limit_s"), [("found", REFUSED_S), ("wait", FIRST_CONTACT_S)])
+    def test_whoever_may_found_another_does_not_knock_for_long_where_nobody_listens(
+        self, loss: str, limit_s: float
+    ) -> None:
+        endpoint = "127.0.0.1:1"
+        flags = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=a"]
+        config = parse([*flags, f"--rdzv-conf=on_store_loss={loss}", "train.py"])
+        identity = NodeIdentity(config.rendezvous.security, config.job, config.node, False)
+        store = _open_store(EtcdStore, config, identity, endpoint)
+        store.close()
+        assert store.first_contact_s == limit_s
 
     def test_an_answer_that_is_not_tls_is_told_as_such(self) -> None:
         advice = advice_on("SSL_ERROR_SSL: error:100000f7:SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER", None)

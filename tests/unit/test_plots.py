@@ -31,6 +31,7 @@ ROWS += [
         "worst_run_median_ms": 47.0,
     },
     {"a node is lost": "a spare", "step_ms": 100.0, "next_commit_median_ms": 250.0, "whole_median_ms": 250.0},
+    {"loss": "silent", "hosts": 3, "servers": 1, "went_on": 2, "least_s": 5.0, "median_s": 5.2, "worst_s": 5.4},
     {"model": "7B", "lost": 0, "policy": "before", "samples_per_s": 52.0},
     {"model": "7B", "lost": 1, "policy": "auto", "samples_per_s": 48.0},
     {"model": "7B", "lost": 1, "policy": "reroute", "samples_per_s": 40.0},
@@ -40,7 +41,8 @@ ROWS += [
 
 def test_each_kind_of_row_is_drawn_alike_each_time_into_a_small_file_with_its_words(tmp_path: Path) -> None:
     first, again = (plots.draw(ROWS, tmp_path / name) for name in ("first", "again"))
-    assert [path.name for path in first] == ["recovery.svg", "overhead.svg", "spares.svg", "lost-nodes.svg"]
+    names = ["recovery", "overhead", "spares", "lost-host", "lost-nodes"]
+    assert [path.name for path in first] == [f"{name}.svg" for name in names]
     for one, other in zip(first, again, strict=True):
         assert one.read_bytes() == other.read_bytes()
         assert one.stat().st_size < 60_000
@@ -48,7 +50,8 @@ def test_each_kind_of_row_is_drawn_alike_each_time_into_a_small_file_with_its_wo
     words = first[0].read_text()
     assert "torchrun" in words
     assert "recovery, median" in words
-    assert "before" in first[3].read_text()
+    assert "silent, 3 hosts, etcd on 1" in first[3].read_text()
+    assert "before" in first[4].read_text()
 
 
 def test_rows_come_from_files_and_files_without_any_are_told(
