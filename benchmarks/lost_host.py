@@ -171,7 +171,7 @@ class TorchrunHosts(Job):
                 *[conf, f"--local-addr={self._wires.address(name)}"],
                 *[str(HERE / "peers/torchrun_train.py"), f"--commits={self.log}", *self.training.flags],
             ]
-            self.agents[name] = self.processes.start(command)
+            self.agents[name] = self.processes.start(command, GLOO_SOCKET_IFNAME="eth0")
 
     def launcher(self) -> subprocess.Popen[bytes]:
         return self.agents["a"]
