@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import grpc
@@ -48,8 +48,8 @@ class EtcdStore:
     grpc ships).
 
     While etcd is away, a call waits for it up to its time-out; it goes on within about half a second of etcd's return.
-    A caller that tries again by itself may set `first_contact_s`: so long a call waits for servers that cannot be
-    reached as long as none of them has ever answered.
+    A caller that tries again by itself may set `refused_s`, for how long a call waits where no server can be reached,
+    and `first_contact_s`, the same as long as none of them has ever answered.
 
     Once it was told by `use` which servers the job's own cluster has, a request that gets no answer goes to another
     server within about a second, and so do watches; what was written meanwhile is neither lost nor written twice.
@@ -79,7 +79,7 @@ class EtcdStore:
             raise LaunchError("etcd: a user needs a password and a password needs a user; give both or neither")
         self.endpoint = endpoint
         self.timeout_s = timeout_s
-        self.first_contact_s = math.inf
+        self.first_contact_s = self.refused_s = math.inf
         self._user = user
         self._password = password
         self.pem = pem
@@ -278,6 +278,7 @@ class EtcdStore:
         deadline_s = begin_s + (self.timeout_s if within_s is None else within_s)
         logins = 0
         reasons: dict[str, str] = {}
+        refused_s: dict[str, float] = {}  # since when each server that was asked in vain cannot be reached
         server = self._current
         silent_s = _SILENT_S
         while (left_s := deadline_s - time.monotonic()) > 0:
@@ -326,13 +327,25 @@ class EtcdStore:
             self.move_on(server)
             if trouble is Trouble.LOST and not may_repeat:
                 raise RequestLost(self._describe(what, f"{reason} (it may have been carried out or not)"))
-            if trouble is Trouble.UNREACHED and not any(one.has_answered for one in self._servers):
-                deadline_s = min(deadline_s, begin_s + self.first_contact_s)
+            if trouble is Trouble.UNREACHED:
+                refused_s.setdefault(server.address, time.monotonic())
+                deadline_s = min(deadline_s, self._refused_until_s(refused_s, begin_s))
+            else:
+                refused_s.pop(server.address, None)
             self._closed.wait(min(RETRY_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
         reason = reasons.get(server.address, "no connection")
         hint = "" if server.has_answered else tls_hint(reason, self._uses_tls)
         limit_s = deadline_s - begin_s
         raise StoreUnavailable(self._describe(what, f"{reason}; is etcd running there?{hint}", limit_s))
+
+    def _refused_until_s(self, since_s: Mapping[str, float], begin_s: float) -> float:
+        """Returns until when a call goes on that began then, where these servers cannot be reached since then."""
+        with self._servers_lock:
+            servers = list(self._servers)
+        until_s = begin_s + (math.inf if any(one.has_answered for one in servers) else self.first_contact_s)
+        if any(one.address not in since_s for one in servers):
+            return until_s
+        return min(until_s, max(since_s[one.address] for one in servers) + self.refused_s)
 
     @property
     def server(self) -> ServerConnection:

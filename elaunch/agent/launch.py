@@ -35,7 +35,7 @@ _struck: list[int] = []  # signals that have come before the agent handles them
 PROBE_S = 1.0
 REQUEST_S = 5.0  # within which the store answers
 FIRST_CONTACT_S = 1.0  # who waits for a rendezvous that does not stand yet tries again, and says so now and then
-REFUSED_S = 0.2  # the same where the server may just have been lost: others are asked between two attempts
+REFUSED_S = 0.2  # for a server that may just have been lost: others are asked between two attempts to reach it
 PARENT = "ELAUNCH_PARENT"  # set by elaunch.api: the pid of the program that waits for the job
 
 if TYPE_CHECKING:
@@ -285,5 +285,7 @@ def _open_store(kind: type[EtcdStore], config: AgentConfig, identity: NodeIdenti
         store = kind(endpoint, timeout_s=limit_s, pem=identity.pem, newest=lambda: identity.pem)
     else:
         store = kind(endpoint, timeout_s=limit_s, **conf.etcd.arguments())
-    store.first_contact_s = REFUSED_S if config.founds else FIRST_CONTACT_S
+    store.first_contact_s = FIRST_CONTACT_S
+    if config.founds:
+        store.refused_s = REFUSED_S
     return store

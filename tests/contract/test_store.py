@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import shutil
@@ -743,7 +744,37 @@ class TestEtcdSettings:
         finally:
             store.close()
 
-    @pytest.mark.parametrize(("loss", "limit_s"), [("found", REFUSED_S), ("wait", FIRST_CONTACT_S)])
+    @pytest.mark.parametrize("has_answered", [False, True])
+    def test_who_looks_elsewhere_gives_a_call_up_once_no_server_can_be_reached_and_no_sooner(
+        self, monkeypatch: pytest.MonkeyPatch, has_answered: bool
+    ) -> None:
+        asked: list[str] = []
+        changing = StatusError("UNAVAILABLE", "etcdserver: leader changed")
+        refused = StatusError("UNAVAILABLE", "failed to connect to all addresses; last error: Connection refused")
+
+        def refuse(*_: object, **__: object) -> None:
+            asked.append("first")
+            raise refused
+
+        def change_leader(*_: object, **__: object) -> None:
+            asked.append("second")
+            raise changing if len(asked) < 6 else refused
+
+        store = EtcdStore("127.0.0.1:1,127.0.0.1:2", timeout_s=LIMIT_S)
+        store.refused_s = 0.0
+        first = store.server
+        first.has_answered = has_answered
+        monkeypatch.setattr(first.kv, "Range", refuse)
+        store.move_on(first)
+        monkeypatch.setattr(store.server.kv, "Range", change_leader)
+        try:
+            with pytest.raises(StoreUnavailable, match="Connection refused; is etcd running there"):
+                store.get("/a")
+        finally:
+            store.close()
+        assert asked == ["second", "first", "second", "first", "second", "first", "second"]
+
+    @pytest.mark.parametrize(("loss", "limit_s"), [("found", REFUSED_S), ("wait", math.inf)])
     def test_whoever_may_found_another_does_not_knock_for_long_where_nobody_listens(
         self, loss: str, limit_s: float
     ) -> None:
@@ -753,7 +784,7 @@ class TestEtcdSettings:
         identity = NodeIdentity(config.rendezvous.security, config.job, config.node, False)
         store = _open_store(EtcdStore, config, identity, endpoint)
         store.close()
-        assert store.first_contact_s == limit_s
+        assert (store.first_contact_s, store.refused_s) == (FIRST_CONTACT_S, limit_s)
 
     def test_an_answer_that_is_not_tls_is_told_as_such(self) -> None:
         advice = advice_on("SSL_ERROR_SSL: error:100000f7:SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER", None)
