@@ -122,23 +122,34 @@ def test_equal_meshes_are_forgotten_in_the_thread_of_a_devices_backward_too(monk
     assert where == ["meta"]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
-def test_the_backward_of_an_accelerator_has_caches_of_its_own_that_are_emptied(world: World) -> None:
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator"),
+            ],
+        ),
+    ],
+)
+def test_what_dtensor_knew_of_a_mesh_is_forgotten_where_torch_goes_backward(world: World, device: str) -> None:
     found: list[tuple[int, int]] = []
-    propagate = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
-    device = torch.device("cuda", torch.cuda.current_device())
     one = world.mesh()
 
-    def look() -> None:
-        found.append((threading.get_ident(), propagate.cache_info().currsize))
-
-    def fill() -> None:
+    def compute() -> None:
+        _, before = torch._C._get_DTensor_sharding_propagator_cache_stats()
         product(one)
-        look()
+        _, misses = torch._C._get_DTensor_sharding_propagator_cache_stats()
+        found.append((threading.get_ident(), misses - before))
 
-    in_backward(device, fill)
+    there = torch.device(device, 0)
+    in_backward(there, compute)
+    in_backward(there, compute)
     mesh.forget_equal_meshes()
-    in_backward(device, look)
-    assert found[0][0] == found[1][0] != threading.get_ident()
-    assert found[0][1] > found[1][1] == 0
+    in_backward(there, compute)
+    assert len({thread for thread, _ in found}) == 1
+    assert (found[0][0] == threading.get_ident()) == (device == "cpu"), "an accelerator's backward has its own thread"
+    assert found[1][1] == 0 < found[2][1], "known, and then worked out anew"
