@@ -50,6 +50,11 @@ class JobFailed(Exception):
     """A job ended by itself or did not do in time what was waited for; the message has the end of its output."""
 
 
+def python_path() -> str:
+    """Returns where children find this elaunch, and what this process finds by its own PYTHONPATH."""
+    return os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def ask_job(*words: str, job: str, endpoint: str, limit_s: float, failed: str) -> str:
     """Runs `elaunch ctl` for a job and returns what it prints; `failed` begins the message where it is refused.
 
@@ -61,7 +66,7 @@ def ask_job(*words: str, job: str, endpoint: str, limit_s: float, failed: str) -
         capture_output=True,
         text=True,
         timeout=limit_s,
-        env=os.environ | {"PYTHONPATH": str(HERE.parent)},
+        env=os.environ | {"PYTHONPATH": python_path()},
         check=False,
     )
     if found.returncode:
@@ -79,7 +84,7 @@ class Processes:
 
     def start(self, command: Sequence[str | Path], **environment: str) -> subprocess.Popen[bytes]:
         """Start `command` with its output appended to `self.output`."""
-        inherited = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
+        inherited = os.environ | {"PYTHONPATH": python_path()}
         with self.output.open("ab") as output:
             process = subprocess.Popen(
                 [str(word) for word in command],

@@ -51,7 +51,7 @@ from benchmarks.cluster_trace import (
     overhead_rates,
 )
 from benchmarks.commits import Commit, commits_of
-from benchmarks.jobs import ELAUNCH, HERE, limit_time
+from benchmarks.jobs import ELAUNCH, HERE, limit_time, python_path
 from benchmarks.report import Report, add_arguments
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.etcd import EtcdStore
@@ -262,7 +262,7 @@ def measure_overheads(folder: Path) -> dict[int, float]:
             *[str(HERE / "cluster_job.py"), f"--steps={steps}", "--rates"],
             *[f"{n}={rate}" for n, rate in table.items()],
         ]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
         subprocess.run(command, check=True, timeout=120, env=env, stdin=subprocess.DEVNULL, capture_output=True)
         times = [one.t for one in commits_of(json.loads(line) for line in log.read_text().splitlines())]
         steps_s = [later - earlier for earlier, later in itertools.pairwise(times[WARM_STEPS:])]
@@ -332,7 +332,7 @@ def run_simulated(
         *[f"--leave={costs.leave_s}", f"--change={costs.change_s}", "--changes", f"--json={out}"],
     ]
     print(" ".join(["elaunch", *command[len(ELAUNCH) :]]))
-    env = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    env = os.environ | {"PYTHONPATH": python_path()}
     print(subprocess.run(command, check=True, timeout=60, env=env, capture_output=True, text=True).stdout)
     (run,) = json.loads(out.read_text())["runs"]
     found: dict[str, Any] = run

@@ -5,7 +5,8 @@
 
 The job is `train_small.py` on three nodes of one worker each, which are agents on this machine with an etcd beside
 them. Each loss is a SIGKILL of the agent and the worker of a random node at a random moment of a step, timed by this
-program; each commit is timed by the job.
+program; each commit is timed by the job. With `--device gpu` it is `accelerator_job.py`, a GPT of 85.6 M parameters in
+bfloat16, and its workers share one GPU over NCCL.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.accelerator import GPU_KILLS, native_backend
 from benchmarks.commits import Commit, median_steps
-from benchmarks.jobs import ELAUNCH, HERE, Job, JobFailed, TimeLimit, Training, ask_job, limit_time
+from benchmarks.jobs import ELAUNCH, HERE, Job, JobFailed, TimeLimit, Training, ask_job, has_gpu, limit_time
 from benchmarks.report import Report, add_arguments, spread
 from benchmarks.small_model import MICRO_BATCHES
 from elaunch.rendezvous.embedded import EmbeddedEtcd
@@ -37,19 +39,23 @@ SETTLE_STEPS = 10
 LIMIT_S = 90.0
 
 
+GPU_JOB = dataclasses.replace(GPU_KILLS, workers=NODES, global_batch_size=8 * NODES)
+
+
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """How the job is made whole: with which flags, and whether a further node is there before the loss."""
 
+    key: str
     name: str
     flags: tuple[str, ...]
     waits: bool
 
 
 KINDS = (
-    Kind("a spare, held ready (--spares=1)", (f"--nnodes={NODES}", "--spares=1"), True),
-    Kind("a node that waits, without workers", (f"--nnodes=1:{NODES}",), True),
-    Kind("a node that is started at the loss", (f"--nnodes=1:{NODES}",), False),
+    Kind("ready", "a spare, held ready (--spares=1)", (f"--nnodes={NODES}", "--spares=1"), True),
+    Kind("waits", "a node that waits, without workers", (f"--nnodes=1:{NODES}",), True),
+    Kind("comes", "a node that is started at the loss", (f"--nnodes=1:{NODES}",), False),
 )
 
 
@@ -71,9 +77,14 @@ class Loss:
 class NodesJob(Job):
     """The small job on several nodes."""
 
-    def __init__(self, kind: Kind, folder: Path) -> None:
+    def __init__(self, kind: Kind, on_gpu: bool, folder: Path) -> None:
         super().__init__(kind.name, Training(NODES, STEP_S / (MICRO_BATCHES // NODES)), folder)
         self.kind = kind
+        self._on_gpu = on_gpu
+        if on_gpu:
+            self._script = ["--collectives=native", str(HERE / "accelerator_job.py"), *GPU_JOB.flags]
+        else:
+            self._script = [str(HERE / "train_small.py"), *self.training.flags]
         self._etcd = EmbeddedEtcd(str(folder / f"{self.log.stem}.etcd"))
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
         self._started = 0
@@ -99,9 +110,16 @@ class NodesJob(Job):
             [
                 *[*ELAUNCH, *self.kind.flags, "--nproc-per-node=1", f"--rdzv-endpoint={self._etcd.endpoint}"],
                 *["--rdzv-id=spares", f"--node-name={name}", "--rdzv-conf=last_call_timeout=60"],
-                *["--events", str(self.log), str(HERE / "train_small.py"), *self.training.flags],
-            ]
+                *["--events", str(self.log), *self._script],
+            ],
+            **({"NCCL_HOSTID": name} if self._on_gpu else {}),
         )
+
+    def settle(self, after_generation: int) -> None:
+        """Returns once all workers have trained together for a while, in a generation above this one."""
+        self.wait_complete(after_generation, SETTLE_STEPS, LIMIT_S)
+        if self._on_gpu:
+            self.wait(lambda: native_backend(self.lines) is not None, "native group", LIMIT_S)
 
     def wait_for_one_more(self) -> None:
         """Returns when the node beyond those of the job is there: with its workers ready where it is a spare."""
@@ -144,12 +162,12 @@ def loss_of(commits: list[Commit], lost_t: float) -> Loss:
     return Loss(later[0].t - lost_t, later[whole].t - lost_t, whole)
 
 
-def measure(kind: Kind, count: int, chance: random.Random, folder: Path, report: Report) -> None:
+def measure(kind: Kind, on_gpu: bool, count: int, chance: random.Random, folder: Path, report: Report) -> None:
     """Loses a node so many times, each time after the job is whole again."""
     losses: list[Loss] = []
     say(f"{kind.name}: {count} losses")
-    with NodesJob(kind, folder) as job:
-        job.wait_complete(-1, SETTLE_STEPS, LIMIT_S)
+    with NodesJob(kind, on_gpu, folder) as job:
+        job.settle(-1)
         for number in range(count):
             if kind.waits:
                 job.wait_for_one_more()
@@ -160,7 +178,7 @@ def measure(kind: Kind, count: int, chance: random.Random, folder: Path, report:
             lost_t = job.lose(chance.choice(job.members()))
             if not kind.waits:
                 job.start_node()
-            job.wait_complete(generation, SETTLE_STEPS, LIMIT_S)
+            job.settle(generation)
             losses.append(loss_of(job.commits(), lost_t))
             found = losses[-1]
             say(f"  {number + 1}/{count}: {found.next_commit_s:.3f} s, whole after {found.whole_s:.3f} s")
@@ -178,8 +196,12 @@ def measure(kind: Kind, count: int, chance: random.Random, folder: Path, report:
             "steps_by_fewer": sum(one.fewer for one in losses) / count,
         }
     )
-    if "--spares=1" in kind.flags:
-        report.target("steps by fewer workers with a spare", sum(one.fewer for one in losses), "steps", at_most=0)
+    if kind.key != "ready":
+        return
+    report.target("steps by fewer workers with a spare", sum(one.fewer for one in losses), "steps", at_most=0)
+    if on_gpu:
+        report.target("loss -> as many workers again, worst", whole.worst, "s", below=3.0)
+    else:
         report.target("loss -> as many workers again, less a step", 1e3 * (whole.median - step_s), "ms", below=500)
 
 
@@ -191,15 +213,25 @@ def say(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: a GPU if there is one"
+    )
+    parser.add_argument("--kind", choices=[kind.key for kind in KINDS], help="one of the three alone")
     parser.add_argument("--losses", type=int, help="of each kind (default 8, quick 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and nodes")
     parser.add_argument("--limit-s", type=int, default=280, help="the most that the whole benchmark may take")
     args = parser.parse_args()
+    on_gpu = args.device == "gpu" or (args.device == "auto" and has_gpu())
+    emulated = (
+        "the workers share one GPU: each tells NCCL that it is a machine of its own and talks over loopback sockets"
+        if on_gpu
+        else f"compute is emulated: forwards sleep {STEP_S * 1e3:.0f} ms in a step of {NODES} workers; parameters, "
+        "gradients, optimizer, messages and processes are real"
+    )
     report = Report(
         f"a node of {NODES} is lost: spares",
         notes=[
-            f"compute is emulated: forwards sleep {STEP_S * 1e3:.0f} ms in a step of {NODES} workers; parameters, "
-            "gradients, optimizer, messages and processes are real",
+            emulated,
             "next commit: the first one without the lost node; whole: the first one by as many workers as before",
         ],
     )
@@ -208,8 +240,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="spares-") as folder:
         chance = random.Random(args.seed)
         for kind in KINDS:
+            if args.kind not in (None, kind.key):
+                continue
             try:
-                measure(kind, args.losses or (1 if args.quick else 8), chance, Path(folder), report)
+                measure(kind, on_gpu, args.losses or (1 if args.quick else 8), chance, Path(folder), report)
             except (JobFailed, TimeLimit) as error:
                 failed = True
                 report.notes.append(f"{kind.name} FAILED: {error}")
