@@ -18,7 +18,7 @@ from elaunch.rendezvous.etcd_trouble import gave_up, why_away
 from elaunch.rendezvous.intake import read_text
 from elaunch.rendezvous.membership import DrainRequest, GenerationStage, JobConfig, NodeDoc
 from elaunch.rendezvous.node.ends import WorkerEnds
-from elaunch.rendezvous.node.founder import PAUSE_S, Founder, FoundingSettings, StoreLeft
+from elaunch.rendezvous.node.founder import Founder, FoundingSettings, StoreLeft
 from elaunch.rendezvous.node.leader import Leader
 from elaunch.rendezvous.node.mailbox import Mailbox, is_news
 from elaunch.rendezvous.node.replica import Replica
@@ -322,7 +322,10 @@ class Participant:
             self._mail.wait_once(RETRY_S)
             return
         pause_s: float | None = None
-        while not self._mail.is_stopping and (pause_s := self._founder.seek()) is None:
-            self._mail.pause(self._clock() + PAUSE_S, self._clock)
+        while not self._mail.is_stopping:
+            begin_s = self._clock()  # a round that waited for a silent machine is not followed by another wait
+            if (pause_s := self._founder.seek()) is not None:
+                break
+            self._mail.pause(begin_s + self._founder.turn_s, self._clock)
         if pause_s:
             self._mail.wait_once(pause_s)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import CollectiveFailed, ElaunchError, GenerationChanged, LinkLost, StateError, StepInterrupted
@@ -410,7 +411,7 @@ class Recovery:
                     return newest
                 past = newest.number
             if isinstance(error, BROKEN) and not reported:
-                reported = self._report(error, active, time.monotonic() - begin_s)
+                reported = self._report(error, active, time.monotonic() - begin_s, past)
             timeout_s = PROBE_TIMEOUT_S
 
     def _sooner(
@@ -444,10 +445,13 @@ class Recovery:
         broke = isinstance(error, BROKEN) and (self._firm or not self._entering)
         return active is None or not broke or newest.aborts_step_before > active.number
 
-    def _report(self, error: LinkLost | CollectiveFailed, active: Generation | None, waited_s: float) -> bool:
+    def _report(
+        self, error: LinkLost | CollectiveFailed, active: Generation | None, waited_s: float, past: int
+    ) -> bool:
         """Finds out which lost peers are dead, and asks for a generation without them, or with new links to them.
 
-        Of one whose machine does not answer, this node's agent finds out more.
+        Of one whose machine does not answer, this node's agent finds out more. A generation above `past` is not kept
+        waiting for that.
 
         The loss of a node breaks several links at once; all of them are told of together. A native collective that
         failed names nobody: where no link has broken for a while, new links to the member before this one are asked
@@ -462,10 +466,15 @@ class Recovery:
         elif not lost and waited_s > BLAMELESS_S:
             place = active.ids.index(self._client.worker)
             lost = (active.ids[place - 1],)
+        is_over = partial(self._is_beyond, past)
         for peer in dict.fromkeys(lost):
-            answer = self._transport.probe(addresses.get(peer, ""), PROBE_TIMEOUT_S, peer)
+            answer = self._transport.probe(addresses.get(peer, ""), PROBE_TIMEOUT_S, peer, is_over)
             if answer != "busy":
                 found = Unreachable(active.number, peer, refused=answer == "refused", silent=answer == "silent")
                 self._client.send(found)
                 told = True
         return told
+
+    def _is_beyond(self, past: int) -> bool:
+        newest = self._client.newest()
+        return newest is not None and newest.number > past

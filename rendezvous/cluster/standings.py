@@ -19,7 +19,7 @@ ANSWER_S = 0.3
 AGAIN_S = 0.1
 """The same in the next rounds for one that has not: it may be lost, and must not hold up those that are left."""
 
-PATIENT_EVERY = 5
+PATIENT_EVERY = 10
 """Of so many rounds one gives everybody all the time."""
 
 SEATS_PER_S = 500

@@ -29,7 +29,8 @@ from elaunch.rendezvous.rules.founding import (
 )
 from elaunch.rendezvous.rules.quorum import has_say
 
-PAUSE_S = 0.1
+ROUND_S = 0.1  # from one round of asking to the next
+SERVER_S = 0.02  # the same while this node's own server starts
 SUSPECT_S = 0.2  # in which a death becomes a generation
 WORD_S = 0.5
 
@@ -203,6 +204,11 @@ class Founder:
 
     # -- while it cannot ------------------------------------------------------------------------------------------
 
+    @property
+    def turn_s(self) -> float:
+        """Returns how many seconds after the beginning of one `seek` the next one is due."""
+        return ROUND_S if self._founding is None else SERVER_S
+
     def seek(self) -> float | None:
         """Does one round of asking; returns in how many seconds to try to connect, here or elsewhere; None: not yet."""
         generation = self._replica.view.generation
@@ -212,6 +218,8 @@ class Founder:
         if self._founding is not None:
             return self._wait_for_server(bool(ask({}, servers).listening))
         seats = self._seats(generation)
+        if not self.standing.away:
+            self._stand(away=True)  # whoever asks meanwhile need not ask again
         if (answers := self._rounds.ask(seats, servers)) is None:
             return None
         is_held = self._note_ended(answers.ended)

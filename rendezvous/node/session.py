@@ -29,6 +29,7 @@ GENERATION, EDIT = "generation", "edit"
 RETRY_S = 0.2
 LINGER_S = 0.2
 LEAST_RENEWAL_S = 1.0  # an election among servers takes most of it
+RENEWAL_PART = 0.75  # of the time that a lease has left: then the others are asked, who may have lost the store, too
 RESULT_TTL_S = 600.0
 
 
@@ -420,7 +421,7 @@ class Session:
     def _keep_alive(self, lease: int) -> bool:
         begin_s, within_s = self._clock(), None
         if self._entrant.founds:  # once it has run out, the others may have gone over to another store
-            within_s = max(LEAST_RENEWAL_S, self.lease.renewed_s + self._entrant.lease_s - begin_s)
+            within_s = max(LEAST_RENEWAL_S, RENEWAL_PART * (self.lease.renewed_s + self._entrant.lease_s - begin_s))
         is_alive = self.store.keep_alive(lease, within_s)
         if is_alive:
             self.lease.renewed_s = begin_s
@@ -472,10 +473,9 @@ class Session:
         """Writes what is only looked at. Nothing depends on it, so a store that refuses it costs a line."""
         try:
             self.put(name, document)
-        except LeaseGone:
-            pass  # the next one comes
-        except StoreUnavailable:
-            raise
+        except StoreUnavailable as error:
+            if not isinstance(error, LeaseGone):  # after which the next one comes
+                raise
         except LaunchError as error:
             self._reporter.tell_setback(error, f"the {name} of the job is not shown; training goes on")
 

@@ -12,6 +12,7 @@ from math import inf
 from typing import Any, Literal, Protocol
 
 from elaunch.errors import GenerationChanged, LinkLost
+from elaunch.workers.comm.connection import LOOK_S
 from elaunch.workers.comm.link import BEFORE_ALL, Destination, Entering, Floors
 from elaunch.workers.comm.transport import Transport
 from tests.simulation.control_world import SILENT_S
@@ -330,14 +331,16 @@ class SimulatedTransport(Transport):
         return None if due_s == inf else max(0.0, due_s - self.world.now_s)
 
     def probe(
-        self, address: str, timeout_s: float, peer: str | None = None
+        self, address: str, timeout_s: float, peer: str | None = None, is_over: Callable[[], bool] = lambda: False
     ) -> Literal["alive", "refused", "busy", "silent"]:
         """Asks after a moment whether a worker is there, as the real one does."""
         world, target = self.world, self._listener._network.transports.get(address)  # type: ignore[attr-defined]
         assert peer is not None
         if world.silent_since_s(self.worker, peer) < inf:
-            self.process.sleep(timeout_s)
-            return "silent"
+            end_s = world.now_s + timeout_s
+            while world.now_s < end_s and not is_over():
+                self.process.sleep(LOOK_S)
+            return "busy" if is_over() else "silent"
         self.process.sleep(world.delay_s(self.worker))
         if target is None or not target.process.alive or target._closed or world.refuses(self.worker, peer):
             return "refused"

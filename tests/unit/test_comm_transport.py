@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import socket
 import threading
 import time
@@ -306,6 +307,30 @@ def test_probe_tells_the_living_from_the_dead_and_the_silent() -> None:
         b.close()
         assert a.probe(address, PATIENCE_S) == "refused"
         assert a.peers == (b.worker,)
+
+
+def test_who_asks_a_machine_that_does_not_answer_stops_once_the_answer_is_of_no_use() -> None:
+    asked: list[int] = []
+
+    def is_over() -> bool:
+        asked.append(len(asked))
+        return len(asked) == 3
+
+    with crew(1) as (a,), contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        while True:  # until its kernel takes no more connections, and answers no more
+            sock = stack.enter_context(socket.socket())
+            sock.setblocking(False)
+            sock.connect_ex(full.getsockname())
+            answer = select.poll()
+            answer.register(sock, select.POLLOUT)
+            if not answer.poll(100):
+                break
+        address = f"127.0.0.1:{full.getsockname()[1]}"
+        assert a.probe(address, 0.05) == "silent"
+        assert a.probe(address, PATIENCE_S, None, is_over) == "busy"
+        assert asked == [0, 1, 2]
+        assert a.probe(address, PATIENCE_S, None, lambda: True) == "busy"
 
 
 def test_retain_closes_the_links_to_all_others() -> None:

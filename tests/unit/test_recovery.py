@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
-from elaunch.errors import GenerationChanged
+from elaunch.errors import GenerationChanged, LinkLost
 from elaunch.rendezvous.membership import Generation, GenerationStage, Worker
 from elaunch.wire import Joined
 from elaunch.workers import recovery
@@ -112,6 +112,29 @@ def test_links_to_those_who_are_no_members_any_more_are_closed(
     assert other.worker in transport.peers
     entered(transport, monkeypatch, [2])
     assert not transport.peers
+
+
+def test_a_new_generation_does_not_wait_for_what_a_silent_machine_may_answer(
+    transports: Sequence[Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, agent, seen = transports[0], Agent(), list[bool]()
+    here = Worker(ME, "a", 0, transport.address)
+    following = [Generation(n, GenerationStage.TRAIN, (here,), aborts_step_before=n, begun=True) for n in (2, 3)]
+
+    def probe(address: str, timeout_s: float, peer: str, is_over: Callable[[], bool]) -> str:
+        seen.append(is_over())
+        agent.tells(following[1])
+        seen.append(is_over())
+        return "busy"
+
+    monkeypatch.setattr(transport, "probe", probe)
+    membership = Recovery(agent, transport, hooks := Runtime())  # type: ignore[arg-type]
+    agent.tells(following[0])
+    membership.settle()
+    membership.agree(LinkLost("b/0#0", "it is silent"))
+    membership.settle()
+    assert seen == [False, True]
+    assert hooks.entered == [2, 3]
 
 
 class Moving(Runtime):

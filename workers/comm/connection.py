@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 
 from elaunch.errors import LinkLost
@@ -30,12 +32,45 @@ _TCP_BUSY_BYTES = 184
 _U64 = struct.Struct("=Q")
 _U32 = struct.Struct("=I")
 
+LOOK_S = 0.02
 KEEPALIVE_S = 1
 ZERO_WINDOW_PROBES = 4
 """So many unanswered questions whether the peer takes data again count as silence, however rarely they are asked."""
 
 DISCARD = memoryview(bytearray(1 << 18))
 """Where unwanted bytes go; shared by all connections, because nobody reads it."""
+
+
+def connect_unless(is_over: Callable[[], bool], where: tuple[str, int], deadline_s: float) -> socket.socket | None:
+    """Connects to an address, as long as nobody answers there; None once `is_over` says that it is of no use.
+
+    Args:
+        is_over: asked every `LOOK_S`.
+        where: host and port.
+        deadline_s: by `time.monotonic`.
+
+    Raises:
+        OSError: it is refused, or not accepted in time (`TimeoutError`).
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0]
+    with contextlib.ExitStack() as stack:
+        sock = stack.enter_context(socket.socket(family, kind, protocol))
+        sock.setblocking(False)
+        error = sock.connect_ex(address)
+        answer = select.poll()
+        answer.register(sock, select.POLLOUT)
+        while error == errno.EINPROGRESS:
+            if is_over():
+                return None
+            if (left_s := deadline_s - time.monotonic()) <= 0:
+                raise TimeoutError(f"{where[0]}:{where[1]} does not answer")
+            if answer.poll(1e3 * min(left_s, LOOK_S)):
+                error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+        sock.setblocking(True)
+        stack.pop_all()
+        return sock
 
 
 class Connection:

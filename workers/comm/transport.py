@@ -32,6 +32,7 @@ from elaunch.rendezvous.membership import split_address
 from elaunch.wire import LINK_TIMEOUT
 from elaunch.workers import fatal, heartbeat
 from elaunch.workers.comm.c10d.mail import Letters
+from elaunch.workers.comm.connection import connect_unless
 from elaunch.workers.comm.drive import drive
 from elaunch.workers.comm.link import NEVER, Destination, Entering, Floors, Link, LinkBeside
 from elaunch.workers.comm.listener import REDIAL_S, HungUp, Listener
@@ -302,22 +303,25 @@ class Transport:
         return traffic
 
     def probe(
-        self, address: str, timeout_s: float, peer: str | None = None
+        self, address: str, timeout_s: float, peer: str | None = None, is_over: Callable[[], bool] = lambda: False
     ) -> Literal["alive", "refused", "busy", "silent"]:
         """Returns whether a worker of this job answers at `address` (and is `peer`, if given).
 
         "refused": nobody listens there, or somebody else does. "busy": its machine answers within `timeout_s`, and it
         does not; its process is stopped or swamped. "silent": nothing answers, so its machine or the network is down.
+        Once `is_over` says that the answer is of no use, a machine that has not answered is "busy".
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:
                 where = split_address(address)
-                sock = socket.create_connection(where, max(1e-3, deadline_s - time.monotonic()))
+                sock = connect_unless(is_over, where, deadline_s)
             except (ConnectionError, ValueError, OverflowError):
                 return "refused"
             except OSError:
                 return "silent"
+            if sock is None:
+                return "busy"
             try:
                 found = self._listener.ask_name(sock, deadline_s)
                 return "alive" if peer is None or found == peer else "refused"

@@ -1,0 +1,132 @@
+"""When a node that has lost the store tells the others, asks them, and asks again."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elaunch.errors import StoreUnavailable
+from elaunch.rendezvous.cluster.standings import ANSWER_S, Answers, Rounds
+from elaunch.rendezvous.node.founder import ROUND_S, SERVER_S, Founder, FoundingSettings
+from elaunch.rendezvous.node.session import LEAST_RENEWAL_S, RENEWAL_PART, HeldLease, Session
+from elaunch.rendezvous.participant import Participant
+from elaunch.rendezvous.rules.founding import Founding, Standing
+
+LEASE_S = 5.0
+SEATS = (("a", "10.0.0.1:1"), ("b", "10.0.0.2:1"), ("c", "10.0.0.3:1"))
+
+
+class Place:
+    """A founder `b` at a time that the test sets; the others answer what `answers` says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.heard: list[Standing] = []
+        self.answers = Answers()
+        self.moved: list[str] = []
+        generation = SimpleNamespace(number=3, seats=SEATS, former_seats=())
+        replica: Any = SimpleNamespace(
+            view=SimpleNamespace(generation=generation, result=None), founding=None, begin_store=lambda: None
+        )
+        doc: Any = SimpleNamespace()
+        session: Any = SimpleNamespace(
+            lease=SimpleNamespace(renewed_s=0.0), told=None, is_open=False, joined=True, move=lambda: None
+        )
+        mail: Any = SimpleNamespace(doc=doc)
+        settings = FoundingSettings(
+            servers=lambda: ("10.0.0.1:29400",),
+            move=self.moved.append,
+            start=lambda: "10.0.0.2:29400",
+            serves=lambda: False,
+            leave=lambda: None,
+            leave_word=lambda key: None,
+        )
+        reporter: Any = SimpleNamespace(warn=lambda text: None)
+        clock = lambda: self.now_s  # noqa: E731
+        self.founder = Founder(session, replica, mail, settings, "b", LEASE_S, reporter, clock)
+        monkeypatch.setattr("elaunch.rendezvous.node.founder.has_say", lambda told, generation: True)
+        monkeypatch.setattr(Rounds, "ask", self._ask)
+        monkeypatch.setattr("elaunch.rendezvous.node.founder.ask", lambda seats, servers=(): Answers())
+
+    def _ask(self, seats: object, servers: object) -> Answers:
+        self.heard.append(self.founder.standing)
+        return self.answers
+
+
+def test_who_asks_this_node_in_its_first_round_hears_that_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch)
+    place.founder.connected()
+    assert place.founder.standing.away is False
+    assert place.founder.seek() is None
+    assert [one.away for one in place.heard] == [True]
+
+
+def test_both_nodes_that_lost_the_store_at_once_need_one_round_once_their_leases_have_run_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Place(monkeypatch)
+    place.answers.standings["c"] = Standing("c", store="10.0.0.1:29400", generation=3, away=True, votes=True)
+    assert place.founder.seek() is None
+    assert place.moved == [], "its lease may be renewed by somebody who can reach the store"
+    place.now_s = LEASE_S + 0.01
+    assert place.founder.seek() is None
+    assert place.moved == ["10.0.0.2:29400"]
+
+
+def test_it_asks_again_soon_and_sooner_while_its_own_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch)
+    assert place.founder.turn_s == ROUND_S
+    place.founder._founding = Founding(1, "b")
+    assert place.founder.turn_s == SERVER_S < ROUND_S
+
+
+def test_a_round_that_waited_for_a_silent_machine_is_followed_by_the_next_at_once() -> None:
+    now_s, begun_s, paused_s = 0.0, list[float](), list[float]()
+
+    def seek() -> float | None:
+        nonlocal now_s
+        begun_s.append(now_s)
+        now_s += ANSWER_S if len(begun_s) == 1 else 0.01
+        return 0.0 if len(begun_s) == 4 else None
+
+    def pause(end_s: float, clock: object) -> None:
+        nonlocal now_s
+        paused_s.append(end_s)
+        now_s = max(now_s, end_s)
+
+    node: Any = SimpleNamespace(
+        _founder=SimpleNamespace(seek=seek, turn_s=ROUND_S),
+        _session=SimpleNamespace(joined=True, close=lambda: None),
+        _mail=SimpleNamespace(is_stopping=False, discard_news=lambda: None, pause=pause, wait_once=None),
+        _clock=lambda: now_s,
+        _away_since_s=0.0,
+        _replica=SimpleNamespace(end_told=False),
+    )
+    Participant._lost_store(node, StoreUnavailable("gone"))
+    assert begun_s == pytest.approx([0.0, ANSWER_S, ANSWER_S + ROUND_S, ANSWER_S + 2 * ROUND_S])
+
+
+@pytest.mark.parametrize(
+    ("founds", "passed_s", "within_s"),
+    [(True, 0.0, RENEWAL_PART * LEASE_S), (True, 4.9, LEAST_RENEWAL_S), (False, 0.0, None)],
+)
+def test_a_renewal_leaves_time_to_ask_the_others_before_the_lease_runs_out(
+    founds: bool, passed_s: float, within_s: float | None
+) -> None:
+    asked: list[float | None] = []
+
+    def keep_alive(lease: int, within_s: float | None) -> bool:
+        asked.append(within_s)
+        return True
+
+    node: Any = SimpleNamespace(
+        _clock=lambda: 10.0 + passed_s,
+        _entrant=SimpleNamespace(founds=founds, lease_s=LEASE_S),
+        lease=HeldLease(1, 10.0),
+        store=SimpleNamespace(keep_alive=keep_alive),
+    )
+    assert Session._keep_alive(node, 1)
+    assert asked == [within_s]
+    assert node.lease.renewed_s == 10.0 + passed_s
