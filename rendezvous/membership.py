@@ -133,8 +133,7 @@ class NodeWorker:
 class JobConfig:
     """What all nodes of a job must agree on, and the secret its workers know each other by.
 
-    `training` has what scripts that use elaunch are told: names of flags or variables, and values. `spares` is how many
-    nodes more than `max_nodes` are held ready.
+    `training` has the flags or variables that scripts of elaunch are told, `spares` the nodes beyond `max_nodes`.
     """
 
     min_nodes: int
@@ -374,18 +373,18 @@ class Generation:
         restarts: how often because of a failure, and from which checkpoint.
         cause: why it was made, for people.
         cause_t: Unix time of that in seconds; 0: unknown.
-        aborts_step_before: the newest generation, up to this one, at which a member was lost or a link had to be made
-            anew: a worker whose own generation is older interrupts its step; otherwise it changes over between two.
+        aborts_step_before: the newest generation, up to this one, that lost a member or has to make a link anew: a
+            worker whose own generation is older interrupts its step; otherwise it changes over between two.
         begun: some worker has held state before: without a holder of state, the job cannot go on.
         hold: the members are to keep their state and wait: the job has fewer nodes than its minimum.
         leaving: workers that were told to leave and are still there; while nodes meet again, nodes that may end now.
         master: where its workers meet.
         roles: those of its nodes, by name, where they are not all the same.
         requested_plan: a member that has not acted on this request yet does so when it changes over.
-        seats: its nodes, those that serve the store first, and the liveness addresses of their agents; empty: this
-            store cannot be replaced by another.
+        seats: its nodes, those that serve the store first, and their liveness addresses; empty: this store is the last.
         former_seats: those of the last generation of which all nodes had heard when this one was made.
         streak: the urgent generations up to this one between which no step is known to have committed.
+        refused: ready workers that peers found dead, as long as their nodes may not have heard of it.
     """
 
     number: int
@@ -405,6 +404,7 @@ class Generation:
     seats: tuple[tuple[str, str], ...] = ()
     former_seats: tuple[tuple[str, str], ...] = ()
     streak: Streak = Streak()
+    refused: tuple[str, ...] = ()
 
     @property
     def logged(self) -> int:

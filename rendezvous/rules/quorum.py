@@ -8,8 +8,9 @@ in two parts of a network, so no store may let a part go on that the other could
 - the agents of all others are known to have ended.
 
 Two parts of one list of seats are never both a majority. What the end of an agent proves, though, depends on what it
-had agreed to before: `founding` says when it counts. Nodes that hold no state, or leave, have no say: they count for
-whoever goes on, and take no part in founding a store, until they hear of a newer generation.
+had agreed to before: `founding` says when it counts. Nodes without members, or that leave, have no say: they count for
+whoever goes on, and take no part in founding a store, until they hear of a newer generation. One that has live workers
+counts so only once it has heard of the generation that leaves them out: until then it may found a store with others.
 
 Of a generation that was just written some may not have heard yet. So it keeps the seats of the one before, by which
 those would go, and whatever follows it has to suit both; once all have heard of it, it is written anew without those.
@@ -60,9 +61,20 @@ def has_say(doc: NodeDoc, generation: Generation) -> bool:
     if generation.stage is GenerationStage.ASSEMBLE:
         return True
     if generation.stage is GenerationStage.START:
-        return not doc.summary.elastic  # those of a script that uses elaunch wait for the first training generation
-    live = [worker for worker in doc.workers if worker.state is not WorkerState.DONE]
-    return any(worker.id in generation.ids and worker.id not in doc.departure.evicted for worker in live)
+        return bool(_staying(doc)) or not doc.summary.elastic  # a plain script is started again
+    return any(worker in generation.ids for worker in _staying(doc))
+
+
+def _staying(doc: NodeDoc) -> list[str]:
+    live = [worker.id for worker in doc.workers if worker.state is not WorkerState.DONE]
+    return [worker for worker in live if worker not in doc.departure.evicted]
+
+
+def _gave_say_away(doc: NodeDoc, generation: Generation) -> bool:
+    """Returns whether a node has no say, by this generation and by any other that it may have heard of last."""
+    has_heard = doc.progress.generation >= generation.number
+    has_nobody = not _staying(doc) and doc.progress.attempt == generation.attempt
+    return (doc.draining or has_heard or has_nobody) and not has_say(doc, generation)
 
 
 def bind(decision: LeaderDecision, view: View, now_s: float, settings: MembershipSettings) -> LeaderDecision:
@@ -84,7 +96,7 @@ def bind(decision: LeaderDecision, view: View, now_s: float, settings: Membershi
     here = {node for node, address in seated if node in present and present[node].liveness_address == address}
     # A node that is only believed to come back may have gone on elsewhere, by a newer generation than this store has.
     going = here if after.stage is GenerationStage.ASSEMBLE else here.intersection(after.nodes)
-    group = going | {node for node in here if not has_say(present[node], former)}
+    group = going | {node for node in here if _gave_say_away(present[node], former)}
     if not may_go_on(group, view.ended, former):
         missing = sorted(node for node, address in seated if node not in group and address not in view.ended)
         return _wait(tuple(missing), view, now_s, settings)

@@ -188,7 +188,9 @@ def _joiners(
             continue
         if not here.isdisjoint(missing.get(doc.node, ())):
             continue
-        fresh = tuple(worker for worker in ready_workers(doc, generation.attempt) if worker.id not in known)
+        barred = generation.refused if doc.progress.generation < generation.aborts_step_before else ()
+        ready = ready_workers(doc, generation.attempt)
+        fresh = tuple(worker for worker in ready if worker.id not in known and worker.id not in barred)
         if fresh:
             admitted.add(doc.node)
             here.add(doc.node)
@@ -316,8 +318,24 @@ def train(
         hold=_too_small(change, settings),
         leaving=change.leaving,
         streak=replace(streak, logged=_logged(generation, nodes)),
+        refused=_refused(generation, change.lost, nodes),
     )
     return LeaderDecision(cause, generation=after)
+
+
+def _refused(generation: Generation, lost: Sequence[str], nodes: Iterable[NodeDoc]) -> tuple[str, ...]:
+    """Returns those that are still reported as ready, though they are lost, by nodes that may not have heard of it.
+
+    The report of an agent that was killed stands until its lease has run out.
+    """
+    ready = {
+        worker.id: doc.progress.generation
+        for doc in nodes
+        for worker in doc.workers
+        if worker.state is WorkerState.READY
+    }
+    kept = [worker for worker in generation.refused if ready.get(worker, inf) < generation.aborts_step_before]
+    return tuple(dict.fromkeys((*kept, *(worker for worker in lost if worker in ready))))
 
 
 def _held(change: _Change, view: View, now_s: float, settings: MembershipSettings) -> LeaderDecision:

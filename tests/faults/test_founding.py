@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.rendezvous.membership import node_of
+from elaunch.errors import StoreUnavailable
+from elaunch.rendezvous.codec import from_json
+from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.rendezvous.membership import NodeDoc, WorkerState, job_prefix, node_of
 from tests.faults.test_store import etcd_of
-from tests.helpers import Spawner, soak
+from tests.helpers import Spawner, soak, wait_until
 from tests.jobs.watch import SCRIPT, Node, elaunch, kill_node, losses, wait_for, wait_for_members, wait_for_step
 from tests.netns import Network, network
 
@@ -24,17 +27,22 @@ FOUNDED = "this node serves another one at"
 class Job:
     """A job of nodes that have a machine each; the first one hosts the store, and only its address is known."""
 
-    def __init__(self, spawn: Spawner, folder: Path, made: Network, names: str, *flags: str) -> None:
+    def __init__(
+        self, spawn: Spawner, folder: Path, made: Network, names: str, *flags: str, begin_when: dict[str, Path] | None
+    ) -> None:
         self._spawn, self._folder, self._flags, self._made = spawn, folder, flags, made
         self.nodes: dict[str, Node] = {}
         self.all: list[Node] = []
+        self._begin_when = begin_when or {}
         self.spaces = {name: made.add(name) for name in names}
         for name in names:
             self.start(name, f"--nnodes=1:{len(names)}", ",last_call_timeout=60", len(names))
-        wait_for_members(self.all, len(names))
+        if not self._begin_when:
+            wait_for_members(self.all, len(names))
 
     def start(self, name: str, nnodes: str, conf: str = "", gather: int = 1, endpoint: str = "") -> Node:
         endpoint = endpoint or f"{self._made.address('a')}:29400"
+        later = ("--begin-when", str(self._begin_when[name])) if name in self._begin_when else ()
         join_s = 20 if len(self.spaces) == 2 else 60  # of more, one that was cut off has to be there for longer
         node = elaunch(
             self._spawn,
@@ -46,7 +54,7 @@ class Job:
             f"--rdzv-conf=lease_ttl={LEASE_S:g},link_timeout=2,store_timeout=8,join_timeout={join_s}{conf}",
             f"--node-name={name}",
             *self._flags,
-            script=(SCRIPT, "--steps", "100000", "--sleep", "0.02", "--gather", str(gather)),
+            script=(SCRIPT, "--steps", "100000", "--sleep", "0.02", "--gather", str(gather), *later),
             name=f"{name}{len(self.all)}",
             host=self.spaces[name],
         )
@@ -80,10 +88,12 @@ class Job:
 
 
 @contextmanager
-def job(spawn: Spawner, folder: Path, names: str, *flags: str) -> Iterator[tuple[Job, Network]]:
+def job(
+    spawn: Spawner, folder: Path, names: str, *flags: str, begin_when: dict[str, Path] | None = None
+) -> Iterator[tuple[Job, Network]]:
     with network() as made:
         try:
-            yield Job(spawn, folder, made, names, *flags), made
+            yield Job(spawn, folder, made, names, *flags, begin_when=begin_when), made
         finally:
             spawn.end_all()  # before their network goes
 
@@ -123,6 +133,39 @@ def test_the_others_go_on_without_the_node_that_hosts_the_store(
             wait_for_members(list(running.nodes.values()), len(names))
             assert f"this node goes over to the rendezvous store at {address}" in back.agent.text()
             running.end("a")
+
+
+@pytest.mark.parametrize("lost", ["a", "c"])
+def test_a_node_that_is_lost_while_workers_start_does_not_end_the_job(
+    spawn: Spawner, tmp_path: Path, lost: str
+) -> None:
+    """Its workers are ready, and its report says so until its lease has run out."""
+    begin = tmp_path / "begin"
+    with job(spawn, tmp_path, "abc", begin_when={"b": begin}) as (running, made):
+        store = EtcdStore(f"{made.address('a')}:29400", timeout_s=2.0)
+        try:
+            wait_until(lambda: ready(store) == {"a", "c"}, 60, "the workers of a and c to be ready")
+        finally:
+            store.close()
+        kill_node(running.nodes[lost])
+        begin.touch()
+        others = running.others(lost)
+        wait_for_members(others, 2, 40)
+        wait_for_step(others, 20)
+        trained = [event for event in others[0].events("generation") if event["stage"] == "train"]
+        assert len(trained) <= 4, "it was taken in again and again"
+        for node in others:
+            assert len(node.all_pids()) == 1, node.agent.tail()
+
+
+def ready(store: EtcdStore) -> set[str]:
+    """The nodes whose workers wait for the first step."""
+    try:
+        entries, _ = store.range(f"{job_prefix('job')}nodes/")
+    except StoreUnavailable:
+        return set()
+    docs = [from_json(NodeDoc, entry.value) for entry in entries]
+    return {doc.node for doc in docs if any(worker.state is WorkerState.READY for worker in doc.workers)}
 
 
 def ctl(space: str, endpoint: str) -> str:

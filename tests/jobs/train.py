@@ -235,8 +235,11 @@ def main() -> None:
     parser.add_argument("--between", action="store_true", help="these come after the optimizer's step, not in forward")
     parser.add_argument("--upload", default="", help="SLOT:EVERY:SECONDS: every so many steps a worker sends something")
     parser.add_argument("--chat", default="", help="the same, between the first micro-batch of a step and the next")
+    parser.add_argument("--begin-when", type=Path, help="wait for this file before elaunch.init()")
     args = parser.parse_args()
 
+    while args.begin_when and not args.begin_when.exists():
+        time.sleep(0.005)
     if args.direct:
         group_module.DIRECT_MEMBERS = args.direct
     if args.throttle:

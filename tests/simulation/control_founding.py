@@ -200,11 +200,11 @@ class FoundingNode(Node):
         super().disconnect()
 
     def fall_silent(self) -> None:
-        """Nothing comes from the store any more: this node finds out when it cannot renew its lease."""
+        """Nothing comes from the store any more: this node finds out while its lease runs out."""
         if self.connected:
             self.disconnect()
             self.store.watch_lease(self)
-            self.start_seeking(self.held_until_s - self.world.now_s)
+            self.start_seeking((self.held_until_s - self.world.now_s) * (1 - self.world.rng.random() / 2))
 
     def lead(self) -> None:
         if not self.leading or self.ended:

@@ -201,6 +201,7 @@ class Store:
     def end(self, result: Result) -> None:
         if self.result is None:
             self.world.note("RESULT:", f"{'success' if result.succeeded else 'failure'}, {result.message}")
+            assert "made anew 0 times" not in result.message, "deaths alone have used up the changes without a step"
             self.result = result
             for node in self.users():
                 node.later(lambda node=node: node.see_result(result))  # type: ignore[misc]

@@ -36,13 +36,15 @@ def make_case(seed: int) -> Case:
     )
 
 
-def simulate(case: Case, fault: Callable[[World], None] = random_loss) -> FoundingWorld:
+def simulate(
+    case: Case, fault: Callable[[World], None] = random_loss, first_s: float = 3.0, faults_s: float = FAULTS_S
+) -> FoundingWorld:
     world = FoundingWorld(case)
     try:
         for _ in range(case.nodes):
             world.at(world.rng.random() * 0.5, world.add_node)
         for _ in range(case.faults):
-            world.at(3.0 + world.rng.random() * FAULTS_S, partial(fault, world))
+            world.at(first_s + world.rng.random() * faults_s, partial(fault, world))
         world.run(END_S)
         if fault is one_loss:
             assert world.now_s - world.last_commit_s < 10 * STEP_S, "no step commits any more"
@@ -77,3 +79,11 @@ def test_a_job_of_three_nodes_or_more_goes_on_after_the_loss_of_any_one(block: i
     for seed in range(block * 100, block * 100 + 100):
         case = make_case(seed)
         simulate(replace(case, nodes=max(3, case.nodes), max_nodes=max(3, case.max_nodes), faults=1), one_loss)
+
+
+@pytest.mark.parametrize("block", [0, *map(soak, range(1, 20))])
+def test_so_it_does_where_that_node_is_lost_while_the_workers_start(block: int) -> None:
+    for seed in range(block * 100, block * 100 + 100):
+        case = make_case(seed)
+        case = replace(case, nodes=max(3, case.nodes), max_nodes=max(3, case.max_nodes), faults=1)
+        simulate(case, one_loss, 1.7, 1.8)  # all have heard by then that workers are to start

@@ -398,6 +398,19 @@ class TestJoins:
     def test_a_ready_worker_that_a_peer_found_dead_is_not_taken_in(self) -> None:
         assert_waits(ask(train("a/0#0"), node("a", MEMBER, unreachable=("b/0#0",)), node("b", READY)))
 
+    def test_one_that_was_a_member_and_found_dead_comes_back_when_its_node_has_heard_of_it(self) -> None:
+        """The report of an agent that was killed with it says that it is ready until the lease has run out."""
+        old, late = node("b", READY, generation=5), node("b", READY, generation=6)
+        after = announced(ask(train("a/0#0", "b/0#0"), node("a", MEMBER, unreachable=("b/0#0",)), old))
+        assert (after.ids, after.refused) == (("a/0#0",), ("b/0#0",))
+        assert_waits(ask(after, node("a", MEMBER), old))
+        more = announced(ask(after, node("a", MEMBER, READY), old))
+        assert (more.ids, more.refused) == (("a/0#0", "a/1#0"), ("b/0#0",))
+        assert announced(ask(more, node("a", MEMBER), old)).refused == ("b/0#0",)
+        assert announced(ask(more, node("a", MEMBER))).refused == (), "its report has gone"
+        back = announced(ask(after, node("a", MEMBER), late))
+        assert (back.ids, back.refused) == (("a/0#0", "b/0#0"), ())
+
     def test_the_last_holder_of_the_state_is_not_lost_by_what_a_peer_says(self) -> None:
         """A joiner that cannot reach it is of no use: the holder goes on without it."""
         now, b = train("a/0#0", "b/0#0"), node("b", READY, unreachable=("a/0#0",))

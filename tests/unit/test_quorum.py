@@ -122,6 +122,18 @@ class TestTheLeader:
         assert settle(View(nodes=(*heard, node("c")), generation=now)) is not None
         assert settle(View(nodes=tuple(heard), generation=now)) is not None, "its lease has run out"
 
+    def test_counts_on_those_that_it_has_left_out_once_they_have_heard_of_it(self) -> None:
+        """Until then they may found another store with the node that is lost here."""
+        now = train("ac", former="abcd")
+        unheard = ask(now, node("a"), node("b", generation=4), node("d", generation=4))
+        assert unheard.generation is None
+        assert unheard.asks == ("b", "c", "d")
+        heard = ask(now, node("a"), node("b"), node("d"))
+        assert heard.generation is not None
+        assert heard.generation.nodes == ("a",)
+        ended = [node(name, has_member=False, generation=4) for name in "bd"]
+        assert ask(now, node("a"), *ended).generation is not None, "their workers have ended: they can begin nothing"
+
     def test_puts_the_nodes_that_serve_the_store_first(self) -> None:
         found = ask(train("abc"), node("a", has_member=False), node("b"), replace(node("c"), serves=True))
         assert found.generation is not None
@@ -135,8 +147,9 @@ def test_a_node_without_a_member_or_that_leaves_has_no_say() -> None:
     assert not has_say(node("a", draining=True), now)
     assert not has_say(node("c"), now)
     start = Generation(1, GenerationStage.START, (Worker("a/0", "a", 0),))
-    assert has_say(node("a", elastic=False), start)
-    assert not has_say(node("a"), start), "its workers wait for the first training generation"
+    assert has_say(node("a"), start), "it may begin to train with others"
+    assert not has_say(node("a", has_member=False), start)
+    assert has_say(node("a", has_member=False, elastic=False), start), "a plain script is started again"
 
 
 def stands(name: str, **fields: Any) -> Standing:
