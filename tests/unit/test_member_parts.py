@@ -181,6 +181,20 @@ def test_a_first_member_that_leaves_has_reported_the_last_step_only_if_its_agent
     assert report.told == told
 
 
+def test_a_planned_change_right_after_an_agreement_shows_nothing_of_a_step_that_another_was_to_report() -> None:
+    """That one may never have come to the agreement; the next step that commits makes it good."""
+    client = Client()
+    report = StepReports(client)  # type: ignore[arg-type]
+    generation = Generation(3, GenerationStage.TRAIN, tuple(Worker(one, one[0], 0) for one in MEMBERS[:2]))
+    report.learn(6, 0, is_planned=False, first="a/0#0")
+    report.agree(verdict((None, None), (0,)), generation)
+    report.learn(6, 0, is_planned=True, first="a/0#0")
+    assert report.told is None
+    report.tell(Team(0), 3, 6, 0.25, range(10))  # type: ignore[arg-type]
+    report.learn(7, 0, is_planned=True, first="a/0#0")
+    assert report.told == (6, "a/0#0")
+
+
 def test_a_step_that_a_log_has_is_done_again_without_a_report() -> None:
     client = Client()
     report = StepReports(client)  # type: ignore[arg-type]

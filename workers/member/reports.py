@@ -195,10 +195,11 @@ class StepReports:
                 committed only on workers that died, and is done again as it was; or one less, where the members have
                 made the last one count in this agreement. Otherwise it is of steps before the job went back to a
                 checkpoint.
-            is_planned: nothing broke, so the first member reported the last step before it came to the agreement.
+            is_planned: nothing broke, so the first member reported the last step before it came to the agreement, but
+                where another one was to do so since an agreement that this one has come to, and maybe not all have.
             first: that member, which may leave now.
         """
-        if is_planned and steps:
+        if is_planned and steps and not self._heir:
             self.told = (steps - 1, "" if self.logged >= steps else first)
         if logged and logged - 1 in (steps - 1, steps):
             self.told = (logged - 1, "")
