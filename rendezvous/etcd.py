@@ -31,6 +31,8 @@ from elaunch.rendezvous.etcd_trouble import Trouble, advice_on, classify, tls_hi
 from elaunch.rendezvous.security.authority import Pem
 from elaunch.rendezvous.store import Entry, LeaseGone, Prefixes, WatchEvent, as_tuple
 
+ALONE_PART = 0.75  # so others are asked while a lease that cannot be renewed still runs
+
 _JOIN_S = 1.0
 _SILENT_S = 0.7  # of a cluster's server: an election takes up to 0.6 s; each further attempt is given twice as long
 
@@ -48,8 +50,9 @@ class EtcdStore:
     grpc ships).
 
     While etcd is away, a call waits for it up to its time-out; it goes on within about half a second of etcd's return.
-    A caller that tries again by itself may set `refused_s`, for how long a call waits where no server can be reached,
-    and `first_contact_s`, the same as long as none of them has ever answered.
+    A caller that tries again by itself may set `first_contact_s`, for how long a call waits where no server can be
+    reached and none has ever answered; one that looks for another store meanwhile, `refused_s`: the same, though they
+    have answered. That one waits for a single server that is silent for `ALONE_PART` of the time-out.
 
     Once it was told by `use` which servers the job's own cluster has, a request that gets no answer goes to another
     server within about a second, and so do watches; what was written meanwhile is neither lost nor written twice.
@@ -275,7 +278,9 @@ class EtcdStore:
         A request that may have been carried out is sent again only where it is `repeatable`.
         """
         begin_s = time.monotonic()
-        deadline_s = begin_s + (self.timeout_s if within_s is None else within_s)
+        limit_s = self.timeout_s if within_s is None else within_s
+        looks_elsewhere = self.refused_s < math.inf and not self.follows
+        deadline_s = begin_s + (ALONE_PART * limit_s if looks_elsewhere else limit_s)
         logins = 0
         reasons: dict[str, str] = {}
         refused_s: dict[str, float] = {}  # since when each server that was asked in vain cannot be reached

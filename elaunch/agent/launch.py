@@ -34,7 +34,6 @@ AROUND_FORKS = {"_acquireLock", "_releaseLock", "_after_at_fork_child_reinit_loc
 _struck: list[int] = []  # signals that have come before the agent handles them
 PROBE_S = 1.0
 REQUEST_S = 5.0  # within which the store answers
-ELECTION_S = 2.0  # the most that one among the servers of a store takes
 FIRST_CONTACT_S = 1.0  # who waits for a rendezvous that does not stand yet tries again, and says so now and then
 REFUSED_S = 0.2  # for a server that may just have been lost: others are asked between two attempts to reach it
 PARENT = "ELAUNCH_PARENT"  # set by elaunch.api: the pid of the program that waits for the job
@@ -279,8 +278,8 @@ def _tls(rendezvous: RendezvousSettings, identity: NodeIdentity) -> TlsFiles | N
 
 def _open_store(kind: type[EtcdStore], config: AgentConfig, identity: NodeIdentity, endpoint: str) -> EtcdStore:
     rendezvous, conf = config.rendezvous, config.rendezvous.conf
-    # Later than that others may have founded another one.
-    longest_s = min(REQUEST_S, max(ELECTION_S, 0.75 * conf.lease_ttl)) if config.founds else REQUEST_S
+    # By then others may have found another one; an election among servers takes a second or two.
+    longest_s = min(REQUEST_S, 1.5 * conf.lease_ttl) if config.founds else REQUEST_S
     limit_s = min(longest_s, conf.connect_timeout)
     if rendezvous.is_hosted and rendezvous.security.guards_store:
         store = kind(endpoint, timeout_s=limit_s, pem=identity.pem, newest=lambda: identity.pem)

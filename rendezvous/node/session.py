@@ -29,7 +29,6 @@ GENERATION, EDIT = "generation", "edit"
 RETRY_S = 0.2
 LINGER_S = 0.2
 LEAST_RENEWAL_S = 1.0  # an election among servers takes most of it
-RENEWAL_PART = 0.75  # of the time that a lease has left: then the others are asked, who may have lost the store, too
 RESULT_TTL_S = 600.0
 
 
@@ -421,7 +420,7 @@ class Session:
     def _keep_alive(self, lease: int) -> bool:
         begin_s, within_s = self._clock(), None
         if self._entrant.founds:  # once it has run out, the others may have gone over to another store
-            within_s = max(LEAST_RENEWAL_S, RENEWAL_PART * (self.lease.renewed_s + self._entrant.lease_s - begin_s))
+            within_s = max(LEAST_RENEWAL_S, self.lease.renewed_s + self._entrant.lease_s - begin_s)
         is_alive = self.store.keep_alive(lease, within_s)
         if is_alive:
             self.lease.renewed_s = begin_s

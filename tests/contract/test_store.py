@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -740,6 +741,25 @@ class TestEtcdSettings:
         store.server.has_answered = has_answered
         try:
             with pytest.raises(StoreUnavailable, match=rf"\(time-out {limit} s\): .* Connection refused; is etcd"):
+                store.get("/a")
+        finally:
+            store.close()
+
+    @pytest.mark.parametrize(
+        ("refused_s", "follows", "limit"), [(math.inf, False, "0.4"), (0.2, False, "0.3"), (0.2, True, "0.4")]
+    )
+    def test_who_looks_elsewhere_waits_less_for_a_single_server(
+        self, monkeypatch: pytest.MonkeyPatch, refused_s: float, follows: bool, limit: str
+    ) -> None:
+        def be_silent(_: object, timeout_s: float, **__: object) -> None:
+            time.sleep(timeout_s)
+            raise StatusError("DEADLINE_EXCEEDED", "Deadline Exceeded")
+
+        store = EtcdStore("127.0.0.1:1", timeout_s=0.4)
+        store.refused_s, store.follows = refused_s, follows
+        monkeypatch.setattr(store.server.kv, "Range", be_silent)
+        try:
+            with pytest.raises(StoreUnavailable, match=rf"was not answered \(time-out {limit} s\)"):
                 store.get("/a")
         finally:
             store.close()

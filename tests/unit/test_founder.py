@@ -10,7 +10,6 @@ import pytest
 from elaunch.errors import StoreUnavailable
 from elaunch.rendezvous.cluster.standings import ANSWER_S, Answers, Rounds
 from elaunch.rendezvous.node.founder import ROUND_S, SERVER_S, Founder, FoundingSettings
-from elaunch.rendezvous.node.session import LEAST_RENEWAL_S, RENEWAL_PART, HeldLease, Session
 from elaunch.rendezvous.participant import Participant
 from elaunch.rendezvous.rules.founding import Founding, Standing
 
@@ -106,27 +105,3 @@ def test_a_round_that_waited_for_a_silent_machine_is_followed_by_the_next_at_onc
     )
     Participant._lost_store(node, StoreUnavailable("gone"))
     assert begun_s == pytest.approx([0.0, ANSWER_S, ANSWER_S + ROUND_S, ANSWER_S + 2 * ROUND_S])
-
-
-@pytest.mark.parametrize(
-    ("founds", "passed_s", "within_s"),
-    [(True, 0.0, RENEWAL_PART * LEASE_S), (True, 4.9, LEAST_RENEWAL_S), (False, 0.0, None)],
-)
-def test_a_renewal_leaves_time_to_ask_the_others_before_the_lease_runs_out(
-    founds: bool, passed_s: float, within_s: float | None
-) -> None:
-    asked: list[float | None] = []
-
-    def keep_alive(lease: int, within_s: float | None) -> bool:
-        asked.append(within_s)
-        return True
-
-    node: Any = SimpleNamespace(
-        _clock=lambda: 10.0 + passed_s,
-        _entrant=SimpleNamespace(founds=founds, lease_s=LEASE_S),
-        lease=HeldLease(1, 10.0),
-        store=SimpleNamespace(keep_alive=keep_alive),
-    )
-    assert Session._keep_alive(node, 1)
-    assert asked == [within_s]
-    assert node.lease.renewed_s == 10.0 + passed_s
