@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -50,9 +50,9 @@ class EtcdStore:
     grpc ships).
 
     While etcd is away, a call waits for it up to its time-out; it goes on within about half a second of etcd's return.
-    A caller that tries again by itself may set `first_contact_s`, for how long a call waits where no server can be
-    reached and none has ever answered; one that looks for another store meanwhile, `refused_s`: the same, though they
-    have answered. That one waits for a single server that is silent for `ALONE_PART` of the time-out.
+    A caller that tries again by itself may set `first_contact_s`: so long a call waits for servers that cannot be
+    reached as long as none of them has ever answered. One that looks for another store meanwhile may set `refused_s`:
+    the same for a single server that has answered. Where that is silent, it waits for `ALONE_PART` of the time-out.
 
     Once it was told by `use` which servers the job's own cluster has, a request that gets no answer goes to another
     server within about a second, and so do watches; what was written meanwhile is neither lost nor written twice.
@@ -279,11 +279,10 @@ class EtcdStore:
         """
         begin_s = time.monotonic()
         limit_s = self.timeout_s if within_s is None else within_s
-        looks_elsewhere = self.refused_s < math.inf and not self.follows
-        deadline_s = begin_s + (ALONE_PART * limit_s if looks_elsewhere else limit_s)
+        is_alone = self.refused_s < math.inf and len(self._servers) == 1
+        deadline_s = begin_s + (ALONE_PART * limit_s if is_alone else limit_s)
         logins = 0
         reasons: dict[str, str] = {}
-        refused_s: dict[str, float] = {}  # since when each server that was asked in vain cannot be reached
         server = self._current
         silent_s = _SILENT_S
         while (left_s := deadline_s - time.monotonic()) > 0:
@@ -333,24 +332,20 @@ class EtcdStore:
             if trouble is Trouble.LOST and not may_repeat:
                 raise RequestLost(self._describe(what, f"{reason} (it may have been carried out or not)"))
             if trouble is Trouble.UNREACHED:
-                refused_s.setdefault(server.address, time.monotonic())
-                deadline_s = min(deadline_s, self._refused_until_s(refused_s, begin_s))
-            else:
-                refused_s.pop(server.address, None)
+                deadline_s = min(deadline_s, self._unreached_until_s(begin_s))
             self._closed.wait(min(RETRY_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
         reason = reasons.get(server.address, "no connection")
         hint = "" if server.has_answered else tls_hint(reason, self._uses_tls)
         limit_s = deadline_s - begin_s
         raise StoreUnavailable(self._describe(what, f"{reason}; is etcd running there?{hint}", limit_s))
 
-    def _refused_until_s(self, since_s: Mapping[str, float], begin_s: float) -> float:
-        """Returns until when a call goes on that began then, where these servers cannot be reached since then."""
+    def _unreached_until_s(self, begin_s: float) -> float:
+        """Returns until when a call goes on that began then, as the server that it asks cannot be reached now."""
         with self._servers_lock:
             servers = list(self._servers)
-        until_s = begin_s + (math.inf if any(one.has_answered for one in servers) else self.first_contact_s)
-        if any(one.address not in since_s for one in servers):
-            return until_s
-        return min(until_s, max(since_s[one.address] for one in servers) + self.refused_s)
+        if not any(one.has_answered for one in servers):
+            return begin_s + self.first_contact_s
+        return time.monotonic() + self.refused_s if len(servers) == 1 else math.inf
 
     @property
     def server(self) -> ServerConnection:

@@ -287,5 +287,5 @@ def _open_store(kind: type[EtcdStore], config: AgentConfig, identity: NodeIdenti
         store = kind(endpoint, timeout_s=limit_s, **conf.etcd.arguments())
     store.first_contact_s = FIRST_CONTACT_S
     if config.founds:
-        store.refused_s = REFUSED_S
+        store.first_contact_s = store.refused_s = REFUSED_S
     return store
