@@ -32,7 +32,18 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.commits import Commit, KillFigures, kill_figures, median_steps
-from benchmarks.jobs import ELAUNCH, HERE, TORCHRUN, Job, JobFailed, TimeLimit, Training, has_gpu, limit_time
+from benchmarks.jobs import (
+    ELAUNCH,
+    HERE,
+    TORCHRUN,
+    Job,
+    JobFailed,
+    TimeLimit,
+    Training,
+    add_device,
+    limit_time,
+    on_gpu,
+)
 from benchmarks.report import Report, add_arguments, median_interval, spread
 
 LEAST_WINDOWS = 6
@@ -362,9 +373,7 @@ def say(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: a GPU if there is one"
-    )
+    add_device(parser)
     parser.add_argument("--only", choices=("step", "kill"), help="one measurement instead of both")
     parser.add_argument("--case", help="step times of one case alone, such as 'cpu 25M'")
     parser.add_argument("--pairs", type=int, help="runs of each launcher for each step time (default 2 to 4, quick 1)")
@@ -372,8 +381,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments and victims of the kills")
     parser.add_argument("--limit-s", type=int, help="the most that all of it may take (default 480, on the CPU 600)")
     args = parser.parse_args()
-    if args.device == "auto":
-        args.device = "gpu" if has_gpu() else "cpu"
+    args.device = "gpu" if on_gpu(args) else "cpu"
     steps, kills = (GPU_STEPS, GPU_KILLS) if args.device == "gpu" else (CPU_STEPS, CPU_KILLS)
     known = [case.key for case in steps]
     if args.case is not None and args.case not in known:

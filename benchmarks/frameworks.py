@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import itertools
 
-from benchmarks.jobs import ELAUNCH, HERE, TORCHRUN, JobFailed, Processes, TimeLimit, has_gpu, limit_time
+from benchmarks.jobs import ELAUNCH, HERE, TORCHRUN, JobFailed, Processes, TimeLimit, add_device, limit_time, on_gpu
 from benchmarks.report import Report, add_arguments, median_interval, spread
 
 WORKERS = 4
@@ -519,9 +519,7 @@ def _of_nccl() -> tuple[tuple[str, str], ...]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: a GPU if there is one"
-    )
+    add_device(parser)
     parser.add_argument("--only", choices=("kills", "overhead"))
     parser.add_argument("--kind", choices=("ddp", "fsdp"), help="instead of both")
     parser.add_argument("--ways", default="elaunch,torchft,nvrx,torchrun", help="with commas")
@@ -536,8 +534,7 @@ def main() -> int:
     args = parser.parse_args()
     args.kills = args.kills or (2 if args.quick else 20)
     args.pairs = args.pairs or (1 if args.quick else 8)
-    if args.device == "auto":
-        args.device = "gpu" if has_gpu() else "cpu"
+    args.device = "gpu" if on_gpu(args) else "cpu"
     place = ON_GPU if args.device == "gpu" else ON_CPU
     report = Report(
         f"a script of one's own that survives: {place.text}",

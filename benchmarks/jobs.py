@@ -6,6 +6,7 @@ mark, so that neither a launcher that failed nor one that re-parented its childr
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -53,6 +54,18 @@ class JobFailed(Exception):
 def python_path() -> str:
     """Returns where children find this elaunch, and what this process finds by its own PYTHONPATH."""
     return os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Adds `--device`, which `on_gpu` reads."""
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: a GPU if there is one"
+    )
+
+
+def on_gpu(args: argparse.Namespace) -> bool:
+    """Returns whether a benchmark is to run on a GPU."""
+    return args.device == "gpu" or (args.device == "auto" and has_gpu())
 
 
 def ask_job(*words: str, job: str, endpoint: str, limit_s: float, failed: str) -> str:

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.accelerator import GPU_KILLS, native_backend
 from benchmarks.commits import Commit, median_steps
-from benchmarks.jobs import ELAUNCH, HERE, Job, JobFailed, TimeLimit, Training, ask_job, has_gpu, limit_time
+from benchmarks.jobs import ELAUNCH, HERE, Job, JobFailed, TimeLimit, Training, add_device, ask_job, limit_time, on_gpu
 from benchmarks.report import Report, add_arguments, spread
 from benchmarks.small_model import MICRO_BATCHES
 from elaunch.rendezvous.embedded import EmbeddedEtcd
@@ -37,8 +37,6 @@ NODES = 3
 STEP_S = 0.07  # emulated; the messages, the real compute and the optimizer bring it to about 0.1
 SETTLE_STEPS = 10
 LIMIT_S = 90.0
-
-
 GPU_JOB = dataclasses.replace(GPU_KILLS, workers=NODES, global_batch_size=8 * NODES)
 
 
@@ -77,11 +75,11 @@ class Loss:
 class NodesJob(Job):
     """The small job on several nodes."""
 
-    def __init__(self, kind: Kind, on_gpu: bool, folder: Path) -> None:
+    def __init__(self, kind: Kind, shares_gpu: bool, folder: Path) -> None:
         super().__init__(kind.name, Training(NODES, STEP_S / (MICRO_BATCHES // NODES)), folder)
         self.kind = kind
-        self._on_gpu = on_gpu
-        if on_gpu:
+        self._shares_gpu = shares_gpu
+        if shares_gpu:
             self._script = ["--collectives=native", str(HERE / "accelerator_job.py"), *GPU_JOB.flags]
         else:
             self._script = [str(HERE / "train_small.py"), *self.training.flags]
@@ -112,20 +110,20 @@ class NodesJob(Job):
                 *["--rdzv-id=spares", f"--node-name={name}", "--rdzv-conf=last_call_timeout=60"],
                 *["--events", str(self.log), *self._script],
             ],
-            **({"NCCL_HOSTID": name} if self._on_gpu else {}),
+            **({"NCCL_HOSTID": name} if self._shares_gpu else {}),
         )
 
     def settle(self, after_generation: int) -> None:
         """Returns once all workers have trained together for a while, in a generation above this one."""
         self.wait_complete(after_generation, SETTLE_STEPS, LIMIT_S)
-        if self._on_gpu:
+        if self._shares_gpu:
             self.wait(lambda: native_backend(self.lines) is not None, "native group", LIMIT_S)
 
     def wait_for_one_more(self) -> None:
         """Returns when the node beyond those of the job is there: with its workers ready where it is a spare."""
         self.start_node()
         name = f"n{self._started - 1}"
-        mark = "(spare, ready)" if "--spares=1" in self.kind.flags else "(waits)"
+        mark = "(spare, ready)" if self.kind.key == "ready" else "(waits)"
 
         def there() -> bool:
             said = ask_job(
@@ -162,11 +160,11 @@ def loss_of(commits: list[Commit], lost_t: float) -> Loss:
     return Loss(later[0].t - lost_t, later[whole].t - lost_t, whole)
 
 
-def measure(kind: Kind, on_gpu: bool, count: int, chance: random.Random, folder: Path, report: Report) -> None:
+def measure(kind: Kind, shares_gpu: bool, count: int, chance: random.Random, folder: Path, report: Report) -> None:
     """Loses a node so many times, each time after the job is whole again."""
     losses: list[Loss] = []
     say(f"{kind.name}: {count} losses")
-    with NodesJob(kind, on_gpu, folder) as job:
+    with NodesJob(kind, shares_gpu, folder) as job:
         job.settle(-1)
         for number in range(count):
             if kind.waits:
@@ -199,7 +197,7 @@ def measure(kind: Kind, on_gpu: bool, count: int, chance: random.Random, folder:
     if kind.key != "ready":
         return
     report.target("steps by fewer workers with a spare", sum(one.fewer for one in losses), "steps", at_most=0)
-    if on_gpu:
+    if shares_gpu:
         report.target("loss -> as many workers again, worst", whole.worst, "s", below=3.0)
     else:
         report.target("loss -> as many workers again, less a step", 1e3 * (whole.median - step_s), "ms", below=500)
@@ -213,18 +211,15 @@ def say(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "gpu"), default="auto", help="default: a GPU if there is one"
-    )
+    add_device(parser)
     parser.add_argument("--kind", choices=[kind.key for kind in KINDS], help="one of the three alone")
     parser.add_argument("--losses", type=int, help="of each kind (default 8, quick 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and nodes")
     parser.add_argument("--limit-s", type=int, default=280, help="the most that the whole benchmark may take")
     args = parser.parse_args()
-    on_gpu = args.device == "gpu" or (args.device == "auto" and has_gpu())
     emulated = (
         "the workers share one GPU: each tells NCCL that it is a machine of its own and talks over loopback sockets"
-        if on_gpu
+        if on_gpu(args)
         else f"compute is emulated: forwards sleep {STEP_S * 1e3:.0f} ms in a step of {NODES} workers; parameters, "
         "gradients, optimizer, messages and processes are real"
     )
@@ -243,7 +238,7 @@ def main() -> int:
             if args.kind not in (None, kind.key):
                 continue
             try:
-                measure(kind, on_gpu, args.losses or (1 if args.quick else 8), chance, Path(folder), report)
+                measure(kind, on_gpu(args), args.losses or (1 if args.quick else 8), chance, Path(folder), report)
             except (JobFailed, TimeLimit) as error:
                 failed = True
                 report.notes.append(f"{kind.name} FAILED: {error}")

@@ -373,15 +373,15 @@ class Generation:
         restarts: how often because of a failure, and from which checkpoint.
         cause: why it was made, for people.
         cause_t: Unix time of that in seconds; 0: unknown.
-        aborts_step_before: the newest generation, up to this one, that lost a member or has to make a link anew: a
-            worker whose own generation is older interrupts its step; otherwise it changes over between two.
+        aborts_step_before: the newest generation, up to this one, at which a member was lost or a link had to be made
+            anew: a worker whose own generation is older interrupts its step; otherwise it changes over between two.
         begun: some worker has held state before: without a holder of state, the job cannot go on.
         hold: the members are to keep their state and wait: the job has fewer nodes than its minimum.
         leaving: workers that were told to leave and are still there; while nodes meet again, nodes that may end now.
         master: where its workers meet.
         roles: those of its nodes, by name, where they are not all the same.
         requested_plan: a member that has not acted on this request yet does so when it changes over.
-        seats: its nodes, those that serve the store first, and their liveness addresses; empty: this store is the last.
+        seats: its nodes, those that serve the store first, and their liveness addresses; empty: no store may follow.
         former_seats: those of the last generation of which all nodes had heard when this one was made.
         streak: the urgent generations up to this one between which no step is known to have committed.
         refused: ready workers that peers found dead, as long as their nodes may not have heard of it.

@@ -472,9 +472,10 @@ class Session:
         """Writes what is only looked at. Nothing depends on it, so a store that refuses it costs a line."""
         try:
             self.put(name, document)
-        except StoreUnavailable as error:
-            if not isinstance(error, LeaseGone):  # after which the next one comes
-                raise
+        except LeaseGone:
+            pass  # the next one comes
+        except StoreUnavailable:
+            raise
         except LaunchError as error:
             self._reporter.tell_setback(error, f"the {name} of the job is not shown; training goes on")
 

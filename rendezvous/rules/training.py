@@ -328,12 +328,7 @@ def _refused(generation: Generation, lost: Sequence[str], nodes: Iterable[NodeDo
 
     The report of an agent that was killed stands until its lease has run out.
     """
-    ready = {
-        worker.id: doc.progress.generation
-        for doc in nodes
-        for worker in doc.workers
-        if worker.state is WorkerState.READY
-    }
+    ready = {worker.id: doc.progress.generation for doc in nodes for worker in ready_workers(doc, generation.attempt)}
     kept = [worker for worker in generation.refused if ready.get(worker, inf) < generation.aborts_step_before]
     return tuple(dict.fromkeys((*kept, *(worker for worker in lost if worker in ready))))
 

@@ -60,6 +60,12 @@ def test_no_two_parts_of_a_job_go_on_beside_each_other(block: int) -> None:
         simulate(make_case(seed))
 
 
+def with_one_fault(seed: int) -> Case:
+    """A job of three nodes or more."""
+    case = make_case(seed)
+    return replace(case, nodes=max(3, case.nodes), max_nodes=max(3, case.max_nodes), faults=1)
+
+
 def one_loss(world: World) -> None:
     """One node is lost: its agent is killed, its machine is lost, or it is cut off, for a while or for ever."""
     assert isinstance(world, FoundingWorld)
@@ -77,13 +83,10 @@ def one_loss(world: World) -> None:
 @pytest.mark.parametrize("block", [0, *map(soak, range(1, 20))])
 def test_a_job_of_three_nodes_or_more_goes_on_after_the_loss_of_any_one(block: int) -> None:
     for seed in range(block * 100, block * 100 + 100):
-        case = make_case(seed)
-        simulate(replace(case, nodes=max(3, case.nodes), max_nodes=max(3, case.max_nodes), faults=1), one_loss)
+        simulate(with_one_fault(seed), one_loss)
 
 
 @pytest.mark.parametrize("block", [0, *map(soak, range(1, 20))])
 def test_so_it_does_where_that_node_is_lost_while_the_workers_start(block: int) -> None:
     for seed in range(block * 100, block * 100 + 100):
-        case = make_case(seed)
-        case = replace(case, nodes=max(3, case.nodes), max_nodes=max(3, case.max_nodes), faults=1)
-        simulate(case, one_loss, 1.7, 1.8)  # all have heard by then that workers are to start
+        simulate(with_one_fault(seed), one_loss, 1.7, 1.8)  # all have heard by then that workers are to start

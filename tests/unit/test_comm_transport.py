@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import select
 import socket
 import threading
 import time
@@ -22,7 +21,7 @@ from elaunch.workers.comm import listener, transport, wire
 from elaunch.workers.comm.here import LINKS
 from elaunch.workers.comm.link import NEVER
 from elaunch.workers.comm.transport import Transport
-from tests.helpers import Spawner, mute_address, scaled, wait_until
+from tests.helpers import Spawner, find_free_port, mute_address, scaled, wait_until
 from tests.unit.comm_crew import (
     PATIENCE_S,
     Task,
@@ -316,21 +315,22 @@ def test_who_asks_a_machine_that_does_not_answer_stops_once_the_answer_is_of_no_
         asked.append(len(asked))
         return len(asked) == 3
 
-    with crew(1) as (a,), contextlib.ExitStack() as stack:
-        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        while True:  # until its kernel takes no more connections, and answers no more
-            sock = stack.enter_context(socket.socket())
-            sock.setblocking(False)
-            sock.connect_ex(full.getsockname())
-            answer = select.poll()
-            answer.register(sock, select.POLLOUT)
-            if not answer.poll(100):
-                break
-        address = f"127.0.0.1:{full.getsockname()[1]}"
+    with crew(1) as (a,), mute_address() as address:
         assert a.probe(address, 0.05) == "silent"
         assert a.probe(address, PATIENCE_S, None, is_over) == "busy"
         assert asked == [0, 1, 2]
         assert a.probe(address, PATIENCE_S, None, lambda: True) == "busy"
+
+
+def test_a_worker_whose_machine_has_a_name_is_asked_at_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with crew(2) as (a, b):
+        here = split_address(b.address)
+        nobody = (*here[:1], find_free_port())
+        kinds = (socket.AF_INET, socket.SOCK_STREAM, 0, "")
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(*kinds, nobody), (*kinds, here)])
+        assert a.probe("worker-1:4711", PATIENCE_S, b.worker) == "alive"
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(*kinds, nobody)])
+        assert a.probe("worker-1:4711", PATIENCE_S, b.worker) == "refused"
 
 
 def test_retain_closes_the_links_to_all_others() -> None:

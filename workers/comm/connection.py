@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from math import inf
+from typing import Any
 
 from elaunch.errors import LinkLost
 from elaunch.workers import heartbeat
@@ -32,7 +33,7 @@ _TCP_BUSY_BYTES = 184
 _U64 = struct.Struct("=Q")
 _U32 = struct.Struct("=I")
 
-LOOK_S = 0.02
+LOOK_S = 0.02  # in which who waits for a machine to answer notices that it need not
 KEEPALIVE_S = 1
 ZERO_WINDOW_PROBES = 4
 """So many unanswered questions whether the peer takes data again count as silence, however rarely they are asked."""
@@ -52,25 +53,37 @@ def connect_unless(is_over: Callable[[], bool], where: tuple[str, int], deadline
     Raises:
         OSError: it is refused, or not accepted in time (`TimeoutError`).
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(*where, type=socket.SOCK_STREAM)[0]
-    with contextlib.ExitStack() as stack:
-        sock = stack.enter_context(socket.socket(family, kind, protocol))
-        sock.setblocking(False)
-        error = sock.connect_ex(address)
-        answer = select.poll()
-        answer.register(sock, select.POLLOUT)
-        while error == errno.EINPROGRESS:
-            if is_over():
-                return None
-            if (left_s := deadline_s - time.monotonic()) <= 0:
-                raise TimeoutError(f"{where[0]}:{where[1]} does not answer")
-            if answer.poll(1e3 * min(left_s, LOOK_S)):
-                error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if error:
-            raise OSError(error, os.strerror(error))
-        sock.setblocking(True)
-        stack.pop_all()
-        return sock
+    failed = OSError()
+    for family, kind, protocol, _, address in socket.getaddrinfo(*where, type=socket.SOCK_STREAM):
+        with contextlib.ExitStack() as stack:
+            sock = stack.enter_context(socket.socket(family, kind, protocol))
+            try:
+                if not _reaches(sock, address, is_over, deadline_s):
+                    return None
+            except OSError as error:
+                failed = error
+                continue
+            stack.pop_all()
+            return sock
+    raise failed
+
+
+def _reaches(sock: socket.socket, address: Any, is_over: Callable[[], bool], deadline_s: float) -> bool:
+    sock.setblocking(False)
+    error = sock.connect_ex(address)
+    answer = select.poll()
+    answer.register(sock, select.POLLOUT)
+    while error == errno.EINPROGRESS:
+        if is_over():
+            return False
+        if (left_s := deadline_s - time.monotonic()) <= 0:
+            raise TimeoutError(f"{address} does not answer")
+        if answer.poll(1e3 * min(left_s, LOOK_S)):
+            error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if error:
+        raise OSError(error, os.strerror(error))
+    sock.setblocking(True)
+    return True
 
 
 class Connection:
