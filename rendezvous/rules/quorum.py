@@ -106,11 +106,19 @@ def bind(decision: LeaderDecision, view: View, now_s: float, settings: Membershi
 
 
 def settle(view: View) -> Generation | None:
-    """Returns the present generation without the seats of the one before; None: they count still, or are the same."""
+    """Returns the present generation with what has come to be known since it was written; None: nothing has.
+
+    Once all have heard of it, the seats of the one before count no more. And once a worker was seen to hold state, the
+    next leader has to know: it may come when all that held some are gone.
+    """
     generation = view.generation
-    if generation is None or generation.former_seats in ((), generation.seats) or not is_settled(view, generation):
+    if generation is None:
         return None
-    return replace(generation, former_seats=())
+    has_former = generation.former_seats not in ((), generation.seats)
+    seats = () if has_former and is_settled(view, generation) else generation.former_seats
+    begun = generation.begun or (view.begun and generation.stage is GenerationStage.TRAIN)
+    settled = replace(generation, former_seats=seats, begun=begun)
+    return settled if settled != generation else None
 
 
 def is_settled(view: View, generation: Generation) -> bool:

@@ -139,9 +139,10 @@ class Store:
         return True
 
     def settle(self, generation: Generation, expected: int) -> None:
-        """The generation is written anew, since all its nodes have heard of it."""
+        """The generation is written anew, with what has come to be known of it."""
         if expected == self.generation_revision:
             self.revision += 1
+            self.check_edit(generation)
             self.generation, self.generation_revision = self.world.through_json(generation), self.revision
             for node in self.users():
                 node.later(node.read_generation(self.generation, self.revision))

@@ -117,8 +117,8 @@ class Worker:
 
     @property
     def knows(self) -> bool:
-        """Whether it still can, or could until the job ended, tell what has committed."""
-        return self.alive or self.finished
+        """Whether it still can, or could until the job ended, tell an agent what has committed."""
+        return self.finished or (self.alive and not self.node.ended)
 
     @property
     def holds(self) -> bool:

@@ -228,13 +228,23 @@ def reports_of(steps: int, known: int = 0) -> tuple[list[Client], list[StepRepor
     return clients, reports
 
 
-def agree(reports: Sequence[StepReports], steps: int, members: tuple[str, ...]) -> None:
+def agree(reports: Sequence[StepReports], steps: int, members: tuple[str, ...], is_planned: bool = False) -> None:
     """The members of the next generation agree that so many steps have committed."""
     generation = Generation(3, GenerationStage.TRAIN, tuple(Worker(one, one[0], 0) for one in members))
     everyone = tuple(range(len(members)))
     found = Verdict(steps, (), everyone, (), facts=tuple(one.facts() for one in reports))
     for one in reports:
-        one.agree(found, generation)
+        one.agree(found, generation, is_planned)
+
+
+def test_the_log_of_a_member_that_leaves_right_after_an_agreement_may_have_the_step() -> None:
+    clients, reports = reports_of(8, known=7)
+    agree(reports, 8, APART)
+    for one in reports[1:]:
+        one.learn(8, 0, is_planned=True, first=APART[0])
+    agree(reports[1:], 8, APART[1:], is_planned=True)
+    (said,) = [one for one in clients[1].sent if isinstance(one, Report)]
+    assert (said.fields["step"], said.fields[AGAIN]) == (7, [APART[0]])
 
 
 def test_steps_that_a_lost_agent_had_not_written_are_reported_by_one_of_the_others() -> None:

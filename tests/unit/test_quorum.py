@@ -116,6 +116,22 @@ class TestTheLeader:
         assert settle(View(nodes=(*heard[:2], node("c", generation=4)), generation=now)) is None
         assert ask(replace(now, former_seats=()), node("a"), node("b")).generation is not None
 
+    def test_tells_the_next_leader_that_there_was_state_before_all_who_held_some_are_gone(self) -> None:
+        first = replace(train("ab"), begun=False)
+        here = [node(name) for name in "ab"]
+        assert settle(View(nodes=tuple(here), generation=first)) is None, "nobody was seen to hold any"
+        written = settle(View(nodes=tuple(here), generation=first, begun=True))
+        assert written is not None
+        assert written.begun
+        assert settle(View(nodes=tuple(here), generation=written, begun=True)) is None
+        late = replace(here[1], workers=(NodeWorker("b/0#0", 0, WorkerState.READY),))  # a/0#0 has died
+        for generation, begun in ((first, False), (written, True)):
+            found = ask(generation, node("a", has_member=False), late)
+            assert found.generation is not None
+            assert found.generation.begun is begun
+        starts = replace(first, stage=GenerationStage.START)
+        assert settle(View(nodes=tuple(here), generation=starts, begun=True)) is None, "plain scripts hold no state"
+
     def test_waits_for_a_node_that_was_left_out_to_hear_of_it(self) -> None:
         now, heard = train("ab", former="abc"), [node("a"), node("b")]
         assert settle(View(nodes=(*heard, node("c", generation=4)), generation=now)) is None

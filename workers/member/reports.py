@@ -35,7 +35,10 @@ GONE = "elaunch.gone"
 """Likewise: the first members that were lost since the last step, as far as the voter knows."""
 
 TELLERS = "elaunch.tellers"
-"""Likewise: members of the generation that the voter leaves that may have reported the last step or the one after."""
+"""Likewise: the first member of the generation that the voter leaves, and who was to report the last step in its place.
+
+They may have reported the last step or the one after.
+"""
 
 END_S = 10.0
 """How long the first member waits for its agent to have written the last step, at the end and before it leaves.
@@ -219,7 +222,9 @@ class StepReports:
         """
         mine, steps, known = self._client.worker, verdict.step, self.told
         worker, lost = lost_steps(verdict, generation)
-        gone = _named(verdict, GONE) | (set() if is_planned else _named(verdict, TELLERS))
+        # The first member before has reported what it committed where nothing broke, but maybe not what it inherited.
+        tellers = {one for facts in verdict.facts for one in facts.get(TELLERS, ())[is_planned:]}
+        gone = _named(verdict, GONE) | tellers
         self._gone = sorted(one for one in gone if one and one not in generation.ids)
         for step in lost:
             teller, fields = self._kept.get(step, ("", {}))
@@ -229,8 +234,8 @@ class StepReports:
                     self._client.send(Report("step", {**fields, AGAIN: [teller]}))
         self._heir = generation.ids[verdict.passed]
         if tells_again(verdict, generation, mine, known):
-            tellers = {teller for _, teller in _all_told(verdict, known)}
-            self.tell_again(steps, sorted({*self._gone, *tellers - {"", *generation.ids}}))
+            told_by = {teller for _, teller in _all_told(verdict, known)}
+            self.tell_again(steps, sorted({*self._gone, *told_by - {"", *generation.ids}}))
         told = last_told(verdict, generation, known) or (steps - 1, generation.ids[verdict.passed])
         if self.last is not None and self.last["step"] == steps - 1 and not verdict.fresh:
             self._keep(told[1], self.last)
