@@ -256,6 +256,7 @@ class Job:
         for node in nodes:
             node.hears(lambda one: one.stage is GenerationStage.TRAIN)
             node.says(MEMBER)
+        wait_until(lambda: b'"begun":true' in (self.read("generation") or b""), LIMIT_S, "the leader to see members")
         a, b, c = nodes
         return a, b, c
 
@@ -651,12 +652,11 @@ class TestRequests:
         a, b, c = job.three()
         observer = Observer(job.admin, "job")
         assert [doc.node for doc in observer.documents.nodes] == ["a", "b", "c"]
-        assert observer.documents.generation == a.generations[-1]
+        assert observer.documents.generation == replace(a.generations[-1], begun=True)
         end_s = time.monotonic() + LIMIT_S
         c.participant.stop()
-        while (
-            "c" in [doc.node for doc in observer.documents.nodes] or observer.documents.generation != a.generations[-1]
-        ):
+        without_c = a.hears(lambda one: one.number == 3)
+        while "c" in [doc.node for doc in observer.documents.nodes] or observer.documents.generation != without_c:
             assert observer.wait(end_s), "nothing changed"
         for node in (a, b):
             node.says(WorkerState.DONE, finished=True)
