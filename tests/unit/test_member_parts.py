@@ -247,6 +247,16 @@ def test_the_log_of_a_member_that_leaves_right_after_an_agreement_may_have_the_s
     assert (said.fields["step"], said.fields[AGAIN]) == (7, [APART[0]])
 
 
+def test_who_has_reported_a_step_is_known_after_it_has_left_though_it_was_not_the_first_any_more() -> None:
+    clients, reports = reports_of(8, known=7)
+    agree([reports[1], reports[0], reports[2]], 8, (APART[1], APART[0], APART[2]))
+    for one in reports[1:]:
+        one.learn(8, 0, is_planned=True, first=APART[1])
+    agree(reports[1:], 8, APART[1:], is_planned=True)
+    (said,) = [one for one in clients[1].sent if isinstance(one, Report)]
+    assert (said.fields["step"], said.fields[AGAIN]) == (7, [APART[0]])
+
+
 def test_steps_that_a_lost_agent_had_not_written_are_reported_by_one_of_the_others() -> None:
     clients, reports = reports_of(8, known=5)
     agree(reports[1:], 8, APART[1:])

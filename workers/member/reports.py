@@ -236,7 +236,10 @@ class StepReports:
         if tells_again(verdict, generation, mine, known):
             told_by = {teller for _, teller in _all_told(verdict, known)}
             self.tell_again(steps, sorted({*self._gone, *told_by - {"", *generation.ids}}))
-        told = last_told(verdict, generation, known) or (steps - 1, generation.ids[verdict.passed])
+        reported = last_told(verdict, generation, known)
+        if reported is not None and (known is None or known[0] < steps) and steps and not verdict.fresh:
+            self.told = reported  # also for when its teller, and all others who know, have left
+        told = reported or (steps - 1, generation.ids[verdict.passed])
         if self.last is not None and self.last["step"] == steps - 1 and not verdict.fresh:
             self._keep(told[1], self.last)
 
