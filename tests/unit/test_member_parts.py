@@ -14,7 +14,17 @@ from elaunch.wire import AGAIN, Logged, Message, Report
 from elaunch.workers.data_parallel.layout import SampleLayout, Share
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.member.notes import Notes, pack
-from elaunch.workers.member.reports import GONE, KEPT, LAST_STEP, MOST_KEPT, TELLERS, TOLD, StepReports, tells_again
+from elaunch.workers.member.reports import (
+    AGREED,
+    GONE,
+    KEPT,
+    LAST_STEP,
+    MOST_KEPT,
+    TELLERS,
+    TOLD,
+    StepReports,
+    tells_again,
+)
 from elaunch.workers.runtime import Member
 
 MEMBERS = ("a/0#0", "a/1#0", "a/2#0")
@@ -209,7 +219,7 @@ def test_after_a_checkpoint_a_step_may_have_to_be_reported_once_more() -> None:
     report.tell(Team(0), 2, 5, 0.25, range(10))  # type: ignore[arg-type]
     assert report.facts()[TOLD][0] == 5
     report.forget()
-    assert report.facts() == {LAST_STEP: None, TOLD: None, KEPT: [0, None], GONE: [], TELLERS: ["", ""]}
+    assert report.facts() == {LAST_STEP: None, TOLD: None, KEPT: [0, None], GONE: [], TELLERS: ["", ""], AGREED: 0}
 
 
 APART = ("a/0#0", "b/0#0", "c/0#0")
@@ -228,13 +238,22 @@ def reports_of(steps: int, known: int = 0) -> tuple[list[Client], list[StepRepor
     return clients, reports
 
 
-def agree(reports: Sequence[StepReports], steps: int, members: tuple[str, ...], is_planned: bool = False) -> None:
-    """The members of the next generation agree that so many steps have committed."""
-    generation = Generation(3, GenerationStage.TRAIN, tuple(Worker(one, one[0], 0) for one in members))
-    everyone = tuple(range(len(members)))
-    found = Verdict(steps, (), everyone, (), facts=tuple(one.facts() for one in reports))
+def agree(
+    reports: Sequence[StepReports], steps: int, members: tuple[str, ...], left: str = "", is_planned: bool = False
+) -> None:
+    """The members of the next generation agree that so many steps have committed.
+
+    They leave a generation with this first member; a newcomer among them knows of no step.
+    """
+    workers = tuple(Worker(one, one[0], 0) for one in members)
+    generation = Generation(3, GenerationStage.TRAIN, workers, aborts_step_before=2 if is_planned else 3)
+    facts = tuple(one.facts() if one.last is None else one.facts(left, 2) for one in reports)
+    places: dict[bool, list[int]] = {True: [], False: []}
+    for place, one in enumerate(reports):
+        places[one.last is not None].append(place)
+    found = Verdict(steps, (), tuple(places[True]), tuple(places[False]), facts=facts)
     for one in reports:
-        one.agree(found, generation, is_planned)
+        one.agree(found, generation)
 
 
 def test_the_log_of_a_member_that_leaves_right_after_an_agreement_may_have_the_step() -> None:
@@ -242,7 +261,7 @@ def test_the_log_of_a_member_that_leaves_right_after_an_agreement_may_have_the_s
     agree(reports, 8, APART)
     for one in reports[1:]:
         one.learn(8, 0, is_planned=True, first=APART[0])
-    agree(reports[1:], 8, APART[1:], is_planned=True)
+    agree(reports[1:], 8, APART[1:], left=APART[0], is_planned=True)
     (said,) = [one for one in clients[1].sent if isinstance(one, Report)]
     assert (said.fields["step"], said.fields[AGAIN]) == (7, [APART[0]])
 
@@ -252,9 +271,26 @@ def test_who_has_reported_a_step_is_known_after_it_has_left_though_it_was_not_th
     agree([reports[1], reports[0], reports[2]], 8, (APART[1], APART[0], APART[2]))
     for one in reports[1:]:
         one.learn(8, 0, is_planned=True, first=APART[1])
-    agree(reports[1:], 8, APART[1:], is_planned=True)
+    agree(reports[1:], 8, APART[1:], left=APART[1], is_planned=True)
     (said,) = [one for one in clients[1].sent if isinstance(one, Report)]
     assert (said.fields["step"], said.fields[AGAIN]) == (7, [APART[0]])
+
+
+@pytest.mark.parametrize(("is_planned", "again"), [(True, None), (False, [APART[0]])])
+def test_a_newcomer_in_the_place_of_a_first_member_that_left_by_plan_asks_nobody_for_its_log(
+    is_planned: bool, again: list[str] | None
+) -> None:
+    """That one has committed nothing that the others have not, and its line would wait for its end."""
+    _, reports = reports_of(8)
+    late = Client("d/0#0")
+    newcomer = StepReports(late)  # type: ignore[arg-type]
+    for one in reports[1:]:
+        one.learn(8, 0, is_planned, first=APART[0])
+    members = ("d/0#0", *APART[1:])
+    agree([newcomer, *reports[1:]], 8, members, APART[0], is_planned)
+    newcomer.tell(Team(0, members), 3, 8, 0.25, range(10))  # type: ignore[arg-type]
+    (said,) = [one for one in late.sent if isinstance(one, Report)]
+    assert (said.fields["step"], said.fields.get(AGAIN)) == (8, again)
 
 
 def test_steps_that_a_lost_agent_had_not_written_are_reported_by_one_of_the_others() -> None:

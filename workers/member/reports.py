@@ -40,6 +40,9 @@ TELLERS = "elaunch.tellers"
 They may have reported the last step or the one after.
 """
 
+AGREED = "elaunch.agreed"
+"""Likewise: number of the generation of the last agreement that the voter has come to; 0: it has come to none."""
+
 END_S = 10.0
 """How long the first member waits for its agent to have written the last step, at the end and before it leaves.
 
@@ -80,6 +83,19 @@ def _all_told(verdict: Verdict, known: Told | None) -> list[Told]:
 
 def _named(verdict: Verdict, fact: str) -> set[str]:
     return {one for facts in verdict.facts for one in facts.get(fact, ())}
+
+
+def _tellers(verdict: Verdict, generation: Generation) -> set[str]:
+    """Returns who may have reported the last step or the one after, as members say, newcomers among them or not.
+
+    Where nothing broke since the last agreement of a voter, the first member has reported what it committed, but maybe
+    not what it inherited.
+    """
+    tellers = set[str]()
+    for facts in verdict.facts:
+        is_planned = 0 < generation.aborts_step_before <= facts.get(AGREED, 0)
+        tellers.update(facts.get(TELLERS, ())[is_planned:])
+    return tellers
 
 
 def tells_again(verdict: Verdict, generation: Generation, worker: str, known: Told | None) -> bool:
@@ -155,11 +171,12 @@ class StepReports:
         self.logged = 0
         self.copied: int | None = None
 
-    def facts(self, first: str = "") -> dict[str, Any]:
+    def facts(self, first: str = "", agreed: int = 0) -> dict[str, Any]:
         """Returns what the other members must know, for a vote.
 
         Args:
             first: the first member of the generation that this one leaves; empty: it leaves none.
+            agreed: number of the generation of the last agreement that this one has come to; 0: none.
         """
         return {
             LAST_STEP: self.last,
@@ -167,6 +184,7 @@ class StepReports:
             KEPT: [self.logged, next(iter(self._kept), None)],
             GONE: self._gone,
             TELLERS: [first, self._heir],
+            AGREED: agreed,
         }
 
     def forget(self) -> None:
@@ -209,7 +227,7 @@ class StepReports:
         if logged and steps - 2 <= logged - 1 <= steps:
             self.hear(min(logged, steps))
 
-    def agree(self, verdict: Verdict, generation: Generation, is_planned: bool = False) -> None:
+    def agree(self, verdict: Verdict, generation: Generation) -> None:
         """Reports again what others may not have reported, or not to an agent that has written it.
 
         Each such line is marked: an agent leaves it out if that step is the last that its log has, or if the log of a
@@ -218,13 +236,10 @@ class StepReports:
         Args:
             verdict: of the members.
             generation: that they enter.
-            is_planned: nothing broke, so the first member before has reported what it committed.
         """
         mine, steps, known = self._client.worker, verdict.step, self.told
         worker, lost = lost_steps(verdict, generation)
-        # The first member before has reported what it committed where nothing broke, but maybe not what it inherited.
-        tellers = {one for facts in verdict.facts for one in facts.get(TELLERS, ())[is_planned:]}
-        gone = _named(verdict, GONE) | tellers
+        gone = _named(verdict, GONE) | _tellers(verdict, generation)
         self._gone = sorted(one for one in gone if one and one not in generation.ids)
         for step in lost:
             teller, fields = self._kept.get(step, ("", {}))

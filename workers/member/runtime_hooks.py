@@ -71,7 +71,7 @@ class RuntimeHooks:
         """Adds to the framework's vote what the runtime tells the others."""
         vote, saved = self._hooks.vote(), self._checkpoints
         ours = {NATIVE: self._native.ready(), REPLAN: self.replans.facts(), **self._offers.facts()}
-        facts = {**vote.facts, **self._reports.facts(self._first), **self._policy.facts(), **ours}
+        facts = {**vote.facts, **ours, **self._reports.facts(self._first, self._agreed), **self._policy.facts()}
         newest = saved.newest()
         return replace(vote, facts=facts, saved=vote.saved if newest is None else newest, every=saved.every)
 
@@ -94,7 +94,7 @@ class RuntimeHooks:
         is_planned = self._agreed > 0 and generation.aborts_step_before <= self._agreed
         self._agreed = generation.number
         self._reports.learn(verdict.step, generation.logged, is_planned, self._first)
-        self._reports.agree(verdict, generation, is_planned)
+        self._reports.agree(verdict, generation)
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
         """Has the framework choose how the members go on."""
