@@ -229,7 +229,9 @@ def _compare(
     failed = failed or any(doc.progress.generation > generation.number for doc in nodes)
     reset = bool(dead) or fates.is_missed or failed
     is_urgent = bool(fates.lost) or reset
-    back = _members(nodes, told, missing) if is_urgent else ()
+    done = tuple(worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.DONE)
+    # Once one has finished, all its steps are committed without those that leave, which would do the last ones again.
+    back = _members(nodes, told, missing) if is_urgent and not done else ()
     draining = [*fates.draining, *back]
     by_node = _joiners(generation, nodes, fates.survivors, draining, gone, missing, settings.max_nodes)
     causes += [(0.0, f"{', '.join(worker.id for worker in fresh)} joins") for fresh in by_node]
@@ -259,7 +261,7 @@ def _compare(
         lost=tuple(fates.lost),
         leaving=(*leaving, *told),
         joiners=joiners,
-        done=tuple(worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.DONE),
+        done=done,
         reset=reset,
         causes=tuple(dict.fromkeys(causes)),
         doubt=any(

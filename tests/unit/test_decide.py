@@ -716,6 +716,15 @@ class TestTheEnd:
         after = announced(ask(train("a/0#0", "b/0#0"), *docs))
         assert (after.ids, after.aborts_step_before) == (("b/0#0",), 6)
 
+    def test_one_that_leaves_is_not_taken_back_once_one_has_finished(self) -> None:
+        """Its link broke at the boundary at which it was to leave; what it would do again has committed without it."""
+        now = train("a/0#0", "b/0#0", leaving=("c/0#0",))
+        leaves = node("c", MEMBER, draining=True, reset_generation=5)
+        after = announced(ask(now, node("a", DONE, finished=True), node("b", MEMBER), leaves))
+        assert (after.ids, after.leaving, after.aborts_step_before) == (("b/0#0",), ("c/0#0",), 6)
+        assert ended(ask(now, node("a", DONE, finished=True), leaves)).succeeded
+        assert announced(ask(now, node("a", MEMBER), node("b", MEMBER), leaves)).leaving == ()
+
     def test_a_worker_that_finished_and_then_failed_fails_the_job(self) -> None:
         docs = node("a", DONE, failed="worker a/0#0 exited with code 1"), node("b", DONE, finished=True)
         assert ended(ask(train("a/0#0", "b/0#0"), *docs)) == Result(False, "worker a/0#0 exited with code 1")
