@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
-from elaunch.rendezvous.membership import Generation, NodeDoc, Streak, names_text
+from elaunch.rendezvous.membership import BrokenLink, Generation, NodeDoc, Streak, names_text
 
 REPLACE_AFTER = 3
 GIVE_UP_AFTER = 10
@@ -23,13 +23,14 @@ DEATHS_OF_A_SLOT = 4
 LINKS_KEPT = 64
 
 
-def follow(generation: Generation, nodes: Iterable[NodeDoc], reset: bool) -> Streak:
+def follow(generation: Generation, nodes: Iterable[NodeDoc], reset: bool, doubted: Iterable[BrokenLink] = ()) -> Streak:
     """Returns the streak of the urgent generation that comes after this one.
 
     Args:
         generation: the present one.
         nodes: reports of the nodes that are here.
         reset: whether the next one loses nobody.
+        doubted: links whose ends each say that the other is dead.
     """
     docs = tuple(nodes)
     streak = generation.streak
@@ -38,7 +39,8 @@ def follow(generation: Generation, nodes: Iterable[NodeDoc], reset: bool) -> Str
     if generation.hold:
         return streak  # nobody trains, so nothing could commit
     ids = set(generation.ids)
-    broken = [link for doc in docs for link in doc.peers.broken if {link.worker, link.peer} <= ids]
+    reported = [*(link for doc in docs for link in doc.peers.broken), *doubted]
+    broken = [link for link in reported if {link.worker, link.peer} <= ids]
     kept = tuple(dict.fromkeys((*streak.broken, *broken)))[-LINKS_KEPT:]
     most = max(streak.members, len(ids))
     return Streak(streak.urgent + 1, streak.resets + int(reset), most, kept, streak.replaced)

@@ -8,6 +8,7 @@ from functools import partial
 from math import inf
 
 from elaunch.rendezvous.membership import (
+    BrokenLink,
     Generation,
     Master,
     NodeDoc,
@@ -50,6 +51,7 @@ class _Change:
         joiners: workers that become members.
         done: workers that have finished.
         reset: whether links between those that stay have to be made anew.
+        doubted: such links, between workers each of which says that it cannot reach the other, and both live.
         causes: for people, each with its Unix time; 0: unknown.
         doubt: whether a member has yet to say whom it cannot reach.
         is_empty: whether all that stay are newcomers, which hold no state yet.
@@ -61,6 +63,7 @@ class _Change:
     joiners: tuple[Worker, ...] = ()
     done: tuple[str, ...] = ()
     reset: bool = False
+    doubted: tuple[BrokenLink, ...] = ()
     causes: tuple[tuple[float, str], ...] = ()
     doubt: bool = False
     is_empty: bool = False
@@ -151,22 +154,36 @@ def _fates(
     return fates
 
 
-def _gone(generation: Generation, nodes: tuple[NodeDoc, ...]) -> dict[str, str]:
-    """Returns the workers that are lost by what peers found, and what to say of it.
+def _gone(generation: Generation, nodes: tuple[NodeDoc, ...]) -> tuple[dict[str, str], tuple[BrokenLink, ...]]:
+    """Finds the workers that are lost by what peers found.
 
-    Where one that is to be filled cannot reach the last that holds the state, it goes itself.
+    Who holds the state is not lost by the word of nodes that hold nothing: where one that is to be filled cannot reach
+    it, that one goes itself. Nor are all who hold it lost by the word of each other: those that say so live, and new
+    links will show which of them others cannot reach either.
+
+    Returns:
+        These workers, with what to say of each; and links between holders that have to be made anew.
     """
     gone = {worker: f"worker {worker} cannot be reached" for doc in nodes for worker in doc.peers.unreachable}
+    finders = {worker: {doc.node for doc in nodes if worker in doc.peers.unreachable} for worker in gone}
     holders = holders_of(generation, nodes)
-    if len(holders) != 1 or holders[0] not in gone:
-        return gone
-    last = holders[0]
-    cannot = {doc.node for doc in nodes if last in doc.peers.unreachable}
-    if node_of(last) not in cannot:
-        del gone[last]
-        others = [worker.id for worker in generation.workers if worker.node in cannot]
-        gone |= {worker: f"worker {worker} cannot reach {last}, which alone holds the state" for worker in others}
-    return gone
+    holding = frozenset(map(node_of, holders))
+    for worker in holders:
+        if worker in finders and finders[worker].isdisjoint(holding):
+            del gone[worker]
+            what = f"{worker}, which {'alone ' if len(holders) == 1 else ''}holds the state"
+            others = [other.id for other in generation.workers if other.node in finders[worker]]
+            gone |= {other: f"worker {other} cannot reach {what}" for other in others}
+    if not gone.keys() >= set(holders):
+        return gone, ()
+    # What a node found before it heard of this generation is of former links.
+    heard = {doc.node for doc in nodes if doc.progress.generation >= generation.aborts_step_before}
+    found = {worker: finders[worker] & heard for worker in holders if node_of(worker) not in finders[worker]}
+    says = {node for nodes in found.values() for node in nodes}
+    doubts = {worker: (bool(by) and node_of(worker) not in says, len(by)) for worker, by in found.items()}
+    kept = [worker for worker in doubts if doubts[worker] == min(doubts.values())]
+    links = [BrokenLink(one, worker) for worker in kept for one in holders if node_of(one) in found[worker]]
+    return {worker: text for worker, text in gone.items() if worker not in kept}, tuple(links)
 
 
 def _joiners(
@@ -214,7 +231,7 @@ def _compare(
 ) -> _Change:
     """Finds what is to change about the members."""
     present = {doc.node: doc for doc in nodes}
-    gone = _gone(generation, nodes)
+    gone, doubted = _gone(generation, nodes)
     missing = cut_off(nodes)
     fates = _fates(generation, nodes, gone, missing, partial(absence_in_doubt, view, now_s, settings))
     causes = list(fates.causes)
@@ -227,7 +244,7 @@ def _compare(
     failed = any(doc.peers.reset_generation >= max(1, generation.aborts_step_before) for doc in nodes)
     # A store that was lost may have had a newer one, of which only some have heard.
     failed = failed or any(doc.progress.generation > generation.number for doc in nodes)
-    reset = bool(dead) or fates.is_missed or failed
+    reset = bool(dead) or fates.is_missed or failed or bool(doubted)
     is_urgent = bool(fates.lost) or reset
     done = tuple(worker.id for doc in nodes for worker in doc.workers if worker.state is WorkerState.DONE)
     # Once one has finished, all its steps are committed without those that leave, which would do the last ones again.
@@ -263,6 +280,7 @@ def _compare(
         joiners=joiners,
         done=done,
         reset=reset,
+        doubted=doubted,
         causes=tuple(dict.fromkeys(causes)),
         doubt=any(
             doc.node in of_generation and not doc.peers.cut and not of_generation.isdisjoint(missing.get(doc.node, ()))
@@ -365,7 +383,7 @@ def _escalate(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...
     """Counts the urgent generations in a row, and lets the others go on without a worker to which links always fail."""
     if not change.aborts_step:
         return change, generation.streak
-    streak = escalate.follow(generation, nodes, reset=not change.lost)
+    streak = escalate.follow(generation, nodes, reset=not change.lost, doubted=change.doubted)
     if change.lost:
         return change, streak
     members = [worker.id for worker in change.survivors]

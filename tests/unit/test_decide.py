@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from elaunch.rendezvous.decide import LeaderDecision, MembershipSettings, View, decide, surplus, to_leave
 from elaunch.rendezvous.membership import (
+    BrokenLink,
     Cut,
     Departure,
     Generation,
@@ -417,9 +418,39 @@ class TestJoins:
         after = announced(ask(now, node("a", MEMBER), b))
         assert (after.ids, after.aborts_step_before) == (("a/0#0",), after.number)
         assert after.cause == "worker b/0#0 cannot reach a/0#0, which alone holds the state"
-        other = node("c", MEMBER, generation=5)
-        assert announced(ask(train("a/0#0", "b/0#0", "c/0#0"), node("a", MEMBER), b, other)).ids == ("b/0#0", "c/0#0")
         assert announced(ask(now, node("a", None), b)).ids == ("b/0#0",), "its own node says that it has ended"
+
+    def test_nor_is_one_of_several_until_another_one_says_so_too(self) -> None:
+        """Else one joiner that cannot reach anybody would have all of them killed, one after the other."""
+        now, b = train("a/0#0", "b/0#0", "c/0#0"), node("b", READY, unreachable=("a/0#0",))
+        after = announced(ask(now, node("a", MEMBER), b, node("c", MEMBER)))
+        assert (after.ids, after.cause) == (
+            ("a/0#0", "c/0#0"),
+            "worker b/0#0 cannot reach a/0#0, which holds the state",
+        )
+        says = node("c", MEMBER, unreachable=("a/0#0",))
+        assert announced(ask(now, node("a", MEMBER), b, says)).ids == ("b/0#0", "c/0#0")
+
+    def test_holders_that_find_each_other_dead_live_and_try_again(self) -> None:
+        now = train("a/0#0", "b/0#0")
+        docs = [node("a", MEMBER, unreachable=("b/0#0",), generation=5)]
+        assert announced(ask(now, *docs, node("b", MEMBER))).ids == ("a/0#0",)
+        docs.append(node("b", MEMBER, unreachable=("a/0#0",), generation=5))
+        after = announced(ask(now, *docs))
+        assert (after.ids, after.aborts_step_before) == (("a/0#0", "b/0#0"), after.number)
+        assert set(after.streak.broken) == {BrokenLink("a/0#0", "b/0#0"), BrokenLink("b/0#0", "a/0#0")}
+        assert_waits(ask(after, *docs))
+        heard = [node("a", MEMBER, generation=6, unreachable=("b/0#0",)), docs[1]]
+        assert announced(ask(after, *heard)).ids == ("a/0#0",), "what was said of the links before does not count"
+
+    def test_of_those_the_one_goes_that_others_find_dead_too_and_one_that_says_nothing(self) -> None:
+        now = train("a/0#0", "b/0#0", "c/0#0")
+        a = node("a", MEMBER, unreachable=("b/0#0",), generation=5)
+        b = node("b", MEMBER, unreachable=("a/0#0",), generation=5)
+        joiner = node("c", READY, unreachable=("a/0#0",), generation=5)
+        assert announced(ask(now, a, b, joiner)).ids == ("b/0#0", "c/0#0")
+        both = changed_report(a, unreachable=("b/0#0", "c/0#0"))
+        assert announced(ask(now, both, b, node("c", MEMBER, generation=5))).ids == ("a/0#0", "b/0#0")
 
     def test_a_node_above_the_maximum_stays_a_spare(self) -> None:
         docs = node("a", MEMBER), node("b", MEMBER), node("c", READY)
