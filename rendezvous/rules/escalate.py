@@ -46,15 +46,20 @@ def follow(generation: Generation, nodes: Iterable[NodeDoc], reset: bool, doubte
     return Streak(streak.urgent + 1, streak.resets + int(reset), most, kept, streak.replaced)
 
 
-def suspect(streak: Streak, members: Sequence[str], holders: Collection[str]) -> str:
+def suspect(
+    streak: Streak, members: Sequence[str], holders: Collection[str], heard: Collection[str] | None = None
+) -> str:
     """Returns the member to replace: the one to which links from most others failed; "" where nobody is to go.
 
-    The only holder of the state does not go. Of equals the last goes: a joiner, rather than those it came to.
+    The only holder of the state does not go. Nor does one go, where somebody else could, who is the only one of whom
+    anything was heard lately: the others may be lost with their machines. Of equals the last goes: a joiner, rather
+    than those it came to.
 
     Args:
         streak: up to the generation to come.
         members: of the present generation, in their order.
         holders: those of them that hold the state of the job.
+        heard: those of the holders whose nodes have said that they have heard of the present links; None: all of them.
     """
     if not streak.resets or streak.resets % REPLACE_AFTER:
         return ""
@@ -63,7 +68,8 @@ def suspect(streak: Streak, members: Sequence[str], holders: Collection[str]) ->
         ends[link.worker].add(link.peer)
         ends[link.peer].add(link.worker)
     may_go = [worker for worker in members if ends.get(worker) and (set(holders) or set(members)) - {worker}]
-    return max(reversed(may_go), key=lambda worker: len(ends[worker]), default="")
+    safe = [worker for worker in may_go if worker not in holders or set(holders if heard is None else heard) - {worker}]
+    return max(reversed(safe or may_go), key=lambda worker: len(ends[worker]), default="")
 
 
 def why_given_up(streak: Streak, saved: int | None) -> str:

@@ -387,7 +387,9 @@ def _escalate(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...
     if change.lost:
         return change, streak
     members = [worker.id for worker in change.survivors]
-    worker = escalate.suspect(streak, members, set(holders_of(generation, nodes)).intersection(members))
+    heard = [doc for doc in nodes if doc.progress.generation >= generation.aborts_step_before]
+    holders, live = (set(holders_of(generation, docs)).intersection(members) for docs in (nodes, heard))
+    worker = escalate.suspect(streak, members, holders, live)
     if not worker:
         return change, streak
     text = f"links to worker {worker} failed {streak.resets} times in a row, and no step has committed: it is replaced"

@@ -100,6 +100,14 @@ class TestWhoIsReplaced:
         assert suspect(Streak(3, REPLACE_AFTER, 4, broken), MEMBERS, ("a/0#0",)) == "b/1#0"
         assert suspect(Streak(3, REPLACE_AFTER, 1, broken), ("a/0#0",), ("a/0#0",)) == ""
 
+    def test_nor_the_only_holder_of_whom_anything_was_heard_lately_where_somebody_else_could_go(self) -> None:
+        """The machine of the other one may be lost, and its lease has not run out yet."""
+        members, holders = ("a/0#0", "c/0#0", "b/0#1"), ("a/0#0", "c/0#0")
+        streak = Streak(6, 2 * REPLACE_AFTER, 4, links("a/0#0 b/0#0", "a/0#0 b/0#1"))
+        assert suspect(streak, members, holders, ("a/0#0",)) == "b/0#1"
+        assert suspect(streak, members, holders, holders) == "a/0#0"
+        assert suspect(streak, members[:2], holders, ("a/0#0",)) == "a/0#0", "only its links have failed"
+
     @settings(deadline=None, derandomize=True)
     @given(
         st.lists(st.tuples(st.sampled_from(MEMBERS), st.sampled_from(MEMBERS)), max_size=8),
@@ -130,6 +138,15 @@ class TestTheLeadersRule:
         assert after.cause == (
             "links to worker a/0#0 failed 3 times in a row, and no step has committed: it is replaced"
         )
+
+    @pytest.mark.parametrize(("heard", "gone"), [(4, "b/0#1"), (5, "a/0#0")])
+    def test_a_holder_that_has_not_heard_of_the_links_may_be_lost(self, heard: int, gone: str) -> None:
+        failed = links("a/0#0 b/0#0", "a/0#0 b/0#1")
+        present = generation("a/0#0", "c/0#0", "b/0#1", streak=Streak(5, 5, 4, failed))
+        joiner = doc("b", "b/0#1", state=WorkerState.READY, reset_generation=5, broken=failed[1:])
+        after = decided(present, doc("a", "a/0#0"), joiner, doc("c", "c/0#0", generation=heard)).generation
+        assert after is not None
+        assert after.streak.replaced == (gone,)
 
     def test_a_commit_in_between_makes_it_the_first_again(self) -> None:
         present = generation(streak=Streak(2, 2, 4, links("b/0#0 a/0#0")))
