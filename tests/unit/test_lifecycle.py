@@ -721,6 +721,20 @@ class TestGivenUpByPeers:
         assert signalled(actions) == []
         assert [tell.worker for tell in only(Tell, actions)] == ["a/0#0"]
 
+    def test_one_that_had_not_entered_is_not_reported_as_ready_while_it_is_killed(self) -> None:
+        """The leader would take it in again, and with its end the membership would change once more."""
+        node = member_node()
+        node.life.on_progress("a/0#0", 2)
+        node.dies("a/0#0")
+        node.ready("a/0#1")
+        node.train("b/0#0", "a/0#1")
+        assert signalled(node.train("b/0#0")) == [("a/0#1", signal.SIGKILL)]
+        assert node.life.doc().workers == ()
+        node.dies("a/0#1")
+        node.later(100)
+        node.ready("a/0#2")
+        assert [worker.state for worker in node.life.doc().workers] == [WorkerState.READY]
+
     def test_one_that_waits_to_join_is_not(self) -> None:
         node = member_node()
         node.life.on_progress("a/0#0", 2)

@@ -126,6 +126,8 @@ class LocalWorkers:
             NodeWorker(slot.worker, slot.local_rank, reported, slot.address)
             for slot in self.slots
             if (reported := slot.state.reported) is not None
+            # The leader takes in who is ready.
+            and not (slot.is_given_up and reported is WorkerState.READY)
         )
 
     def summary(self) -> WorkerSummary:
@@ -278,6 +280,7 @@ class LocalWorkers:
                 return [Tell(slot.worker, news.generation)]
             case Effect.KILL:
                 # The others went on without it: what it computes may no longer count.
+                slot.is_given_up = True
                 text = f"worker {slot.worker} was given up by its peers; it is ended"
                 return [Say(text), Signal(slot.worker, signal.SIGKILL)]
             case Effect.NOTE_ADDRESS:
@@ -335,7 +338,7 @@ class LocalWorkers:
         assert generation is not None
         number = incarnation(slot.worker) + 1 if slot.worker else self._first_incarnation(generation)
         slot.worker = worker_id(self.node, slot.local_rank, number)
-        slot.address, slot.exitcode, slot.told_to_end = "", None, False
+        slot.address, slot.exitcode, slot.told_to_end, slot.is_given_up = "", None, False, False
         slot.admitted_generation, slot.joined_generation, slot.committed_generation, slot.refused_s = 0, 0, None, None
         self.blame.replace_worker(slot.local_rank)
         self.blame.failed = ""

@@ -158,6 +158,7 @@ class Slot:
         committed_generation: of the newest generation in which it saw a step commit.
         exitcode: of its process, once that has exited; None while it runs and where a signal ended it.
         told_to_end: whether a signal of its agent has asked it to end.
+        is_given_up: whether it is being killed, since the others go on without it.
         fruitless: deaths in a row before this worker, none of which saw a step commit.
         retry_s: in BACKOFF, when a replacement may start.
         refused_s: when a peer first found that nobody listens at its address.
@@ -174,6 +175,7 @@ class Slot:
     committed_generation: int | None = None
     exitcode: int | None = None
     told_to_end: bool = False
+    is_given_up: bool = False
     fruitless: int = 0
     retry_s: float = 0.0
     refused_s: float | None = None
