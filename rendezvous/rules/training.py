@@ -167,7 +167,9 @@ def _gone(generation: Generation, nodes: tuple[NodeDoc, ...]) -> tuple[dict[str,
     gone = {worker: f"worker {worker} cannot be reached" for doc in nodes for worker in doc.peers.unreachable}
     finders = {worker: {doc.node for doc in nodes if worker in doc.peers.unreachable} for worker in gone}
     holders = holders_of(generation, nodes)
-    holding = frozenset(map(node_of, holders))
+    # Those that are to leave hold it, too.
+    known = generation.ranks.keys() | set(generation.leaving)
+    holding = {doc.node for doc in nodes for one in doc.workers if one.state is WorkerState.MEMBER and one.id in known}
     for worker in holders:
         if worker in finders and finders[worker].isdisjoint(holding):
             del gone[worker]
@@ -179,7 +181,7 @@ def _gone(generation: Generation, nodes: tuple[NodeDoc, ...]) -> tuple[dict[str,
     # What a node found before it heard of this generation is of former links.
     heard = {doc.node for doc in nodes if doc.progress.generation >= generation.aborts_step_before}
     found = {worker: finders[worker] & heard for worker in holders if node_of(worker) not in finders[worker]}
-    says = {node for nodes in found.values() for node in nodes}
+    says = set[str]().union(*found.values())
     doubts = {worker: (bool(by) and node_of(worker) not in says, len(by)) for worker, by in found.items()}
     kept = [worker for worker in doubts if doubts[worker] == min(doubts.values())]
     links = [BrokenLink(one, worker) for worker in kept for one in holders if node_of(one) in found[worker]]

@@ -430,6 +430,8 @@ class TestJoins:
         )
         says = node("c", MEMBER, unreachable=("a/0#0",))
         assert announced(ask(now, node("a", MEMBER), b, says)).ids == ("b/0#0", "c/0#0")
+        told = train("a/0#0", "d/0#0", leaving=("c/0#0",))
+        assert "a/0#0" not in announced(ask(told, node("a", MEMBER), says, node("d", MEMBER))).ids, "it is to leave"
 
     def test_holders_that_find_each_other_dead_live_and_try_again(self) -> None:
         now = train("a/0#0", "b/0#0")
