@@ -159,6 +159,20 @@ class Recovery:
         """Whether the planned change, of which all know, goes on without the present first member."""
         return self._noted is not None and self.generation.ids[0] not in self._noted.ids
 
+    def leave_if_due(self) -> None:
+        """Leaves where the planned change, of which all know, lets this worker go, and the others go on by it.
+
+        It is for whom has nothing left to give. Where something broke at the boundary the others may be steps ahead.
+
+        Raises:
+            Left: it does, unless a newer generation has it back.
+        """
+        due, newest = self._due, self._client.newest()
+        if due is None or newest is None or self.all_leave:
+            return
+        if self._client.worker in due.leaving and self._client.worker not in newest.ids:
+            raise Left(due)
+
     def newest_generation(self) -> int:
         """What to tell the others with the commit barrier, for `all_know`."""
         self._noted = self._client.newest()

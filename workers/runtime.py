@@ -483,6 +483,8 @@ class Member(Planned):
             elif not self._state_is_whole:
                 self.group.barrier()
         except StepInterrupted as error:
+            if self._state_is_whole:
+                self._recovery.leave_if_due()
             return error
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -254,3 +255,29 @@ def test_it_does_not_leave_a_step_that_broke_by_a_planned_change(job: SimpleName
     membership.agree(LinkLost(ME, "closed by the peer"))
     membership.settle()
     assert job.runtime.entered == [2, 4]
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_one_that_is_let_go_leaves_where_the_boundary_breaks_unless_the_others_have_it_back(
+    job: SimpleNamespace, is_back: bool
+) -> None:
+    """They may have gone on by then, and be steps ahead: it could not go on with them from where it is."""
+    membership = job.membership
+    membership.leave_if_due()
+    job.tell(3, OTHER)
+    membership._active = replace(membership.generation, workers=(job.here, OTHER))
+    membership.leave_if_due()
+    assert at_a_boundary(membership)
+    if is_back:
+        job.tell(4, OTHER, job.here, urgent=4)
+        membership.leave_if_due()
+    else:
+        with pytest.raises(Left):
+            membership.leave_if_due()
+
+
+def test_where_all_leave_the_state_is_saved_before(job: SimpleNamespace) -> None:
+    membership = job.membership
+    job.tell(3)
+    assert at_a_boundary(membership)
+    membership.leave_if_due()
