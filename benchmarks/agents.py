@@ -124,7 +124,7 @@ class Fleet:
 
     def __enter__(self) -> Fleet:
         env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
-        self.env = env | {"GRPC_ENABLE_FORK_SUPPORT": "0", "TMPDIR": str(self.folder)}
+        self.env = env | {"TMPDIR": str(self.folder)}
         for etcd in self.etcds:
             etcd.start()
             etcd.wait_ready(20.0)

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # commands of Slurm are started beside a channel
 
 from benchmarks.cluster_job import BATCH
 from benchmarks.cluster_trace import (

@@ -1,8 +1,7 @@
-"""The store over etcd v3, on the generated stubs of `pyetcd` (the `etcd-sdk-python` distribution).
+"""The store over etcd v3. The retries are here, connections, messages and watches in `cluster`.
 
-Only this module and the package `cluster` load grpc. pyetcd's own client is not used: it puts a failed endpoint aside
-for 300 s, never renews its token, and its calls cannot be told apart by whether they reached the server. The retries
-are here, connections and watches in `cluster`.
+Only this module and that package load h2 and protobuf. Clients of etcd for Python are not used: they put a failed
+endpoint aside for minutes, do not renew their token, or cannot tell whether a request has reached the server.
 """
 
 from __future__ import annotations
@@ -14,18 +13,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import grpc
-from pyetcd import etcdrpc
-
 from elaunch.errors import LaunchError, StoreUnavailable
-from elaunch.rendezvous.cluster.connection import (
-    Metadata,
-    ServerConnection,
-    own_credentials,
-    parse_addresses,
-    status_of,
-    tls_credentials,
-)
+from elaunch.rendezvous.cluster.calls import ChannelClosed, Metadata, RpcError
+from elaunch.rendezvous.cluster.connection import ServerConnection, own_context, parse_addresses, tls_context
+from elaunch.rendezvous.cluster.messages import EQUAL, MOD, message
 from elaunch.rendezvous.cluster.watch import LOGIN_ATTEMPTS, RETRY_PAUSE_S, EtcdWatch, entry_of, prefix_range
 from elaunch.rendezvous.etcd_trouble import Trouble, advice_on, classify, tls_hint
 from elaunch.rendezvous.security.authority import Pem
@@ -46,8 +37,8 @@ class EtcdStore:
 
     `endpoint` is `host:port`, or several with commas between them: another is tried where one cannot be reached.
     `timeout_s` bounds each call. `user` and `password` go together, `cert` and `key` too; the last three name PEM
-    files, and any of them turns TLS on (without `ca_cert`, the server's certificate is checked against the roots that
-    grpc ships).
+    files, and any of them turns TLS on (without `ca_cert`, the server's certificate is checked against the roots of
+    this machine).
 
     While etcd is away, a call waits for it up to its time-out; it goes on within about half a second of etcd's return.
     A caller that tries again by itself may set `first_contact_s`: so long a call waits for servers that cannot be
@@ -91,9 +82,9 @@ class EtcdStore:
         self._uses_tls = pem is not None or any(path is not None for path in (ca_cert, cert, key))
         self._tls: tuple[Any, str] = (None, "")
         if pem is not None:
-            self._tls = own_credentials(pem)
+            self._tls = own_context(pem)
         elif self._uses_tls:
-            self._tls = tls_credentials(ca_cert, cert, key), ""
+            self._tls = tls_context(ca_cert, cert, key), ""
         self._servers = [ServerConnection(address, *self._tls) for address in parse_addresses(endpoint)]
         self._current = self._servers[0]
         self._servers_lock = threading.Lock()
@@ -106,8 +97,8 @@ class EtcdStore:
 
     def get(self, key: str) -> Entry | None:
         """Returns the entry, or None where the key is absent."""
-        request = etcdrpc.RangeRequest(key=key.encode())
-        answer = self.call(f"get {key!r}", lambda server: server.kv.Range, request, repeatable=True)
+        request = message("RangeRequest", key=key.encode())
+        answer = self.call(f"get {key!r}", "Range", request, repeatable=True)
         return entry_of(answer.kvs[0]) if answer.kvs else None
 
     def range(self, prefix: Prefixes) -> tuple[list[Entry], int]:
@@ -116,62 +107,62 @@ class EtcdStore:
         for one in as_tuple(prefix):
             first, end = prefix_range(one)
             # Without a sort order, etcd answers in the order of its index, which is that of the keys.
-            reads.append(etcdrpc.RequestOp(request_range=etcdrpc.RangeRequest(key=first, range_end=end)))
-        request = etcdrpc.TxnRequest(success=reads)
-        answer = self.call(f"range {prefix!r}", lambda server: server.kv.Txn, request, repeatable=True)
+            reads.append(message("RequestOp", request_range=message("RangeRequest", key=first, range_end=end)))
+        request = message("TxnRequest", success=reads)
+        answer = self.call(f"range {prefix!r}", "Txn", request, repeatable=True)
         found = [kv for one in answer.responses for kv in one.response_range.kvs]
         return [entry_of(kv) for kv in found], int(answer.header.revision)
 
     def next_key(self, prefix: str, start: str) -> str | None:
         """Returns the first key under `prefix` that does not sort before `start`, or None where there is none."""
         first, end = prefix_range(prefix)
-        request = etcdrpc.RangeRequest(key=max(first, start.encode()), range_end=end, limit=1, keys_only=True)
-        answer = self.call(f"range {prefix!r}", lambda server: server.kv.Range, request, repeatable=True)
+        request = message("RangeRequest", key=max(first, start.encode()), range_end=end, limit=1, keys_only=True)
+        answer = self.call(f"range {prefix!r}", "Range", request, repeatable=True)
         return entry_of(answer.kvs[0]).key if answer.kvs else None
 
     def put(self, key: str, value: bytes, lease: int | None = None) -> int:
         """Writes the key, bound to `lease` or to none, and returns the revision. Raises `LeaseGone`."""
-        request = etcdrpc.PutRequest(key=key.encode(), value=value, lease=lease or 0)
-        answer = self.call(f"put {key!r}", lambda server: server.kv.Put, request, repeatable=self.follows)
+        request = message("PutRequest", key=key.encode(), value=value, lease=lease or 0)
+        answer = self.call(f"put {key!r}", "Put", request, repeatable=self.follows)
         return int(answer.header.revision)
 
     def create(self, key: str, value: bytes, lease: int | None = None) -> bool:
         """Writes the key if it is absent; returns whether it was. Raises `LeaseGone`."""
-        put = etcdrpc.PutRequest(key=key.encode(), value=value, lease=lease or 0)
+        put = message("PutRequest", key=key.encode(), value=value, lease=lease or 0)
         return self._put_if(f"create {key!r}", [put], 0)
 
     def replace(self, key: str, value: bytes, expected_revision: int, beside: tuple[str, bytes] | None = None) -> bool:
         """Writes the key if its last change was `expected_revision` (0: it is absent); returns whether it was."""
-        puts = [etcdrpc.PutRequest(key=key.encode(), value=value, ignore_lease=expected_revision != 0)]
+        puts = [message("PutRequest", key=key.encode(), value=value, ignore_lease=expected_revision != 0)]
         if beside is not None:
-            puts.append(etcdrpc.PutRequest(key=beside[0].encode(), value=beside[1]))
+            puts.append(message("PutRequest", key=beside[0].encode(), value=beside[1]))
         return self._put_if(f"replace {key!r}", puts, expected_revision)
 
     def delete(self, key: str) -> bool:
         """Deletes the key; returns whether it was there."""
-        request = etcdrpc.DeleteRangeRequest(key=key.encode())
-        answer = self.call(f"delete {key!r}", lambda server: server.kv.DeleteRange, request, repeatable=self.follows)
+        request = message("DeleteRangeRequest", key=key.encode())
+        answer = self.call(f"delete {key!r}", "DeleteRange", request, repeatable=self.follows)
         return bool(answer.deleted)
 
     def grant(self, ttl_s: float) -> int:
         """Returns a new lease of `ttl_s`, rounded up to whole seconds, at least 1."""
-        request = etcdrpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl_s)))
+        request = message("LeaseGrantRequest", TTL=max(1, math.ceil(ttl_s)))
         # A lease granted twice is harmless: nobody keeps the first one alive.
-        return int(self.call("grant a lease", lambda server: server.lease.LeaseGrant, request, repeatable=True).ID)
+        return int(self.call("grant a lease", "LeaseGrant", request, repeatable=True).ID)
 
     def keep_alive(self, lease: int, within_s: float | None = None) -> bool:
         """Renews the lease; returns whether it still existed."""
-        request, what = etcdrpc.LeaseKeepAliveRequest(ID=lease), f"keep lease {lease} alive"
+        request, what = message("LeaseKeepAliveRequest", ID=lease), f"keep lease {lease} alive"
         try:
-            return bool(self.call(what, lambda server: server.renew, request, repeatable=True, within_s=within_s))
+            return bool(self.call(what, "LeaseKeepAlive", request, repeatable=True, within_s=within_s).TTL > 0)
         except LeaseGone:
             return False
 
     def revoke(self, lease: int) -> None:
         """Ends the lease and deletes what is bound to it. A lease that is gone already is no error."""
-        request = etcdrpc.LeaseRevokeRequest(ID=lease)
+        request = message("LeaseRevokeRequest", ID=lease)
         with contextlib.suppress(LeaseGone):
-            self.call(f"revoke lease {lease}", lambda server: server.lease.LeaseRevoke, request, repeatable=True)
+            self.call(f"revoke lease {lease}", "LeaseRevoke", request, repeatable=True)
 
     def watch(
         self,
@@ -243,21 +234,23 @@ class EtcdStore:
     def _put_if(self, what: str, puts: list[Any], expected_revision: int) -> bool:
         """Makes these changes if the last change of the first one's key was this revision."""
         put = puts[0]
-        request = etcdrpc.TxnRequest(
+        request = message(
+            "TxnRequest",
             compare=[
-                etcdrpc.Compare(
+                message(
+                    "Compare",
                     key=put.key,
-                    target=etcdrpc.Compare.MOD,
-                    result=etcdrpc.Compare.EQUAL,
+                    target=MOD,
+                    result=EQUAL,
                     mod_revision=expected_revision,
                 )
             ],
-            success=[etcdrpc.RequestOp(request_put=each) for each in puts],
+            success=[message("RequestOp", request_put=each) for each in puts],
         )
         end_s = time.monotonic() + self.timeout_s
         while True:
             try:
-                return bool(self.call(what, lambda server: server.kv.Txn, request).succeeded)
+                return bool(self.call(what, "Txn", request).succeeded)
             except RequestLost:
                 if not self.follows or time.monotonic() >= end_s:
                     raise
@@ -268,7 +261,7 @@ class EtcdStore:
     def call(
         self,
         what: str,
-        method: Callable[[ServerConnection], Any],
+        method: str,
         request: Any,
         repeatable: bool = False,
         within_s: float | None = None,
@@ -299,20 +292,17 @@ class EtcdStore:
             try:
                 login = self.login(server, attempt_s)
                 may_repeat = repeatable
-                answer = method(server)(request, max(0.001, attempt_ends_s - time.monotonic()), metadata=login)
+                answer = server.ask(method, request, max(0.001, attempt_ends_s - time.monotonic()), login)
                 server.has_answered = True
                 return answer
-            except grpc.RpcError as error:
-                code, reason = status_of(error)
-                trouble = classify(code, reason)
+            except RpcError as error:
+                reason, trouble = error.text, classify(error)
                 # The last attempt often ends with the time that was left for it: the one before says why.
-                if code != "DEADLINE_EXCEEDED" or server.address not in reasons:
+                if error.status != "DEADLINE_EXCEEDED" or server.address not in reasons:
                     reasons[server.address] = reason
-            except ValueError as error:
+            except ChannelClosed as error:
                 if self._closed.is_set():
                     raise StoreUnavailable(self._describe(what, "the store is closed")) from error
-                if not server.is_closed:
-                    raise
                 continue  # it is none of the cluster's any more
             if self._closed.is_set():
                 raise StoreUnavailable(self._describe(what, "the store is closed"))
@@ -353,7 +343,7 @@ class EtcdStore:
         return self._current
 
     def login(self, server: ServerConnection, timeout_s: float) -> Metadata:
-        """Returns the metadata that proves who we are, after authenticating where needed. Raises `grpc.RpcError`."""
+        """Returns the metadata that proves who we are, after authenticating where needed. Raises `RpcError`."""
         login = self._login
         if login is not None:
             return login
@@ -362,12 +352,12 @@ class EtcdStore:
             return ()
         try:
             if self._login is None:
-                request = etcdrpc.AuthenticateRequest(name=self._user, password=self._password)
+                request = message("AuthenticateRequest", name=self._user, password=self._password)
                 try:
-                    answer = server.auth.Authenticate(request, max(0.001, deadline_s - time.monotonic()))
+                    answer = server.ask("Authenticate", request, max(0.001, deadline_s - time.monotonic()))
                     self._login = (("token", str(answer.token)),)
-                except grpc.RpcError as error:
-                    if "authentication is not enabled" not in status_of(error)[1]:
+                except RpcError as error:
+                    if "authentication is not enabled" not in error.text:
                         raise
                     # As etcd's own client does: a server without authentication needs no login.
                     self._login = ()

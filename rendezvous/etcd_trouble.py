@@ -1,8 +1,12 @@
-"""What it means when a call to etcd fails, by the status and the text that grpc gives. Pure."""
+"""What it means when a call to etcd fails. Pure."""
 
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elaunch.rendezvous.cluster.calls import RpcError
 
 NO_SERVER = "is an etcd v3 server running there, and reachable from this machine?"
 HOST_IS_AWAY = (
@@ -21,46 +25,43 @@ class Trouble(enum.Enum):
     REFUSED = "sending it again cannot help"
 
 
-_UNREACHED_DETAILS = (
-    "failed to connect to all addresses",
-    "errors resolving",
-    "dns resolution failed",
-    "etcdserver: no leader",
-    "etcdserver: not leader",
-    "etcdserver: too many requests",
-)
+_UNDONE_DETAILS = ("etcdserver: no leader", "etcdserver: not leader", "etcdserver: too many requests")
 _TOKEN_DETAILS = ("invalid auth token", "user name is empty", "revision of auth store is old")
-_CERTIFICATE_DETAILS = ("ssl_error_ssl", "verification check failed", "certificate_verify_failed")
+_TLS_DETAIL = "tls handshake failed"
 _WITHOUT_CONNECTION_DETAILS = (
     "connection refused",
     "no route to host",
     "network is unreachable",
-    "errors resolving",
     "dns resolution failed",
     "etcdserver:",
 )
 _RETRY_CODES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "UNKNOWN", "INTERNAL", "ABORTED")
 
 
-def classify(code: str, details: str) -> Trouble:
-    """Returns what a grpc status (its name and its text) means. The texts are those of etcd 3.5 and grpc 1.85."""
-    text = details.lower()
-    if any(part in text for part in _CERTIFICATE_DETAILS):
+def classify(error: RpcError) -> Trouble:
+    """Returns what a failed call means; the texts are those of etcd 3.5."""
+    text = error.text.lower()
+    if error.is_tls:
         return Trouble.REFUSED
-    if any(part in text for part in _TOKEN_DETAILS):
+    if is_about_login(text):
         return Trouble.TOKEN
     if "requested lease not found" in text:
         return Trouble.LEASE_GONE
-    if any(part in text for part in _UNREACHED_DETAILS):
+    if not error.is_sent or any(part in text for part in _UNDONE_DETAILS):
         return Trouble.UNREACHED
-    return Trouble.LOST if code in _RETRY_CODES else Trouble.REFUSED
+    return Trouble.LOST if error.status in _RETRY_CODES else Trouble.REFUSED
+
+
+def is_about_login(reason: str) -> bool:
+    """Returns whether etcd wants a login, or another one."""
+    return any(part in reason.lower() for part in _TOKEN_DETAILS)
 
 
 def advice_on(reason: str, user: str | None, has_secret: bool = False) -> str:
     """Returns what is wrong with a request that etcd has refused, and what to do.
 
     Args:
-        reason: the text that grpc gives.
+        reason: the text of the error.
         user: as whom this node logs in; None: it does not.
         has_secret: whether this node shows a certificate of its job.
     """
@@ -72,18 +73,18 @@ def advice_on(reason: str, user: str | None, has_secret: bool = False) -> str:
         )
     if "wrong_version_number" in text:
         return f"TLS failed: what the server answers is not TLS.{_question(uses_tls=True)}"
-    if any(part in text for part in _CERTIFICATE_DETAILS) and has_secret:
+    if _TLS_DETAIL in text and has_secret:
         return (
             "TLS failed: whoever answers there has another secret, or is of another job: give all nodes the same "
             "ELAUNCH_SECRET and --rdzv-id"
         )
-    if any(part in text for part in _CERTIFICATE_DETAILS):
+    if _TLS_DETAIL in text:
         return "TLS failed; check the CA, the client certificate and the host name in the server's certificate"
     if "invalid user id or password" in text:
         return f"wrong user or password (user {user!r})"
     if "permission denied" in text:
         return f"user {user!r} has no permission; grant it read and write of this prefix"
-    if any(part in text for part in _TOKEN_DETAILS) and user is None:
+    if is_about_login(text) and user is None:
         return "etcd wants a user and a password"
     if "database space exceeded" in text:
         return "its space is used up; compact and defragment it, then run `etcdctl alarm disarm`"

@@ -22,7 +22,6 @@ import contextlib
 import copy
 import json
 import logging
-import os
 import pickle
 import threading
 import time
@@ -91,8 +90,6 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         ValueError: the endpoint or a key of --rdzv-conf cannot be used.
         RendezvousConnectionError: no etcd answers at the endpoint, or it refuses the user or the certificate.
     """
-    # etcd's client has threads and torchrun's agent forks: else, handlers of grpc may end the child before exec.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from elaunch.rendezvous.etcd import EtcdStore
 
     try:

@@ -19,9 +19,6 @@ from tests import cpu_report, forks, helpers
 from tests.helpers import TEST_ID, Spawner, end_processes_left, find_free_port, own_children
 from tests.jobs.plain_etcd import serving
 
-# Tests fork (subprocess) beside live gRPC channels, whose fork handlers would now and then kill the child before exec.
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
-
 # Several tests run at a time. Threads of OpenMP that wait for each other by spinning would then take minutes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -38,6 +38,9 @@ from elaunch.errors import GenerationChanged, LinkLost, ProtocolError, StateErro
 from elaunch.plan.tiling import Plan
 from elaunch.policy.ahead_process import Answer
 from elaunch.policy.profile import LayerProfile, Profile, WorkerProfile
+from elaunch.rendezvous.cluster import connection
+from elaunch.rendezvous.cluster.calls import Call, RpcError
+from elaunch.rendezvous.cluster.messages import message
 from elaunch.rendezvous.cluster.servers import EtcdServer, EtcdServers
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.conf import parse_conf, parse_endpoints
@@ -273,7 +276,38 @@ STORE = [
     GREETING + b"\x06" + struct.pack("=Q", 1) + KEY + b"\x0c\x12" + KEY + struct.pack("=q", 2),
 ]
 
+ETCD = message(
+    "TxnResponse",
+    header=message("ResponseHeader", revision=7),
+    responses=[
+        message(
+            "ResponseOp",
+            response_range=message(
+                "RangeResponse", kvs=[message("KeyValue", key=b"/elaunch/job/x", value=b"1", mod_revision=6)], count=1
+            ),
+        )
+    ],
+).SerializeToString()
+
+
+def etcd_stream(data: bytes) -> list[bytes]:
+    """What a call of etcd's interface gets out of these bytes, which come in two parts."""
+
+    class Nowhere:
+        def send(self, call: Call, data: bytes, is_last: bool) -> None: ...
+
+        def cancel(self, call: Call) -> None: ...
+
+    call = Call(Nowhere())
+    call.take_data(data[: len(data) // 2])
+    call.take_data(data[len(data) // 2 :])
+    call.end(None)
+    return list(call)
+
+
 PARSERS = [
+    Parser("an answer of etcd", lambda data: connection.read("Txn", data), RpcError, [ETCD]),
+    Parser("answers of etcd", etcd_stream, RpcError, [struct.pack(">BI", 0, len(ETCD)) + ETCD, b"\0\0\0\0\0"]),
     Parser(
         "a worker's port",
         lambda line: link_wire.read_hello(line, "secret"),

@@ -4,7 +4,7 @@
                          │ └────fork────> warm parent (torch imported) ──fork, fork──> worker
                          └ reaps every worker and reports its end
 
-Why not the agent itself: its gRPC threads make forking unsound, and a parent that only waits notices a death at once.
+Why not the agent itself: its threads make forking unsound, and a parent that only waits notices a death at once.
 - The fork server ends every worker's process group when the agent goes away, for whatever reason; should it be killed
   too, the kernel ends the workers (PR_SET_PDEATHSIG). So a killed agent leaves no orphans.
 - A warm parent has the heavy modules imported and has neither threads nor device contexts, which is checked; a fork of

@@ -68,7 +68,7 @@ def open_store(endpoint: str, conf: RendezvousConf, job: str | None = None) -> E
     Raises:
         UsageError: the secret, or a file of a certificate, cannot be used.
     """
-    from elaunch.rendezvous.etcd import EtcdStore  # loads grpc: not needed to tell of a wrong command line
+    from elaunch.rendezvous.etcd import EtcdStore  # loads its client: not needed to tell of a wrong command line
 
     limit_s = min(5.0, conf.connect_timeout or CONNECT_S)
     if job is not None and not conf.etcd.cacert:

@@ -200,11 +200,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] and arguments[0] in COMMANDS:
         code: int = importlib.import_module(f"elaunch.cli.{arguments[0]}").main(arguments[1:])
-        if argv is None:
-            # Threads of gRPC whose calls were ended this instant can keep an interpreter from ending.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
         return code
     try:
         config = parse(arguments)

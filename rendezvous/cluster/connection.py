@@ -1,65 +1,53 @@
-"""The connection to one server of an etcd cluster. Only this package and `etcd` load grpc."""
+"""The connection to one server of an etcd cluster."""
 
 from __future__ import annotations
 
+import os
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from tempfile import NamedTemporaryFile
 from typing import Any
 
-import grpc
-from pyetcd import etcdrpc
+from google.protobuf.message import DecodeError
 
 from elaunch.errors import LaunchError
+from elaunch.rendezvous.cluster import messages
+from elaunch.rendezvous.cluster.calls import Call, Metadata, RpcError
+from elaunch.rendezvous.cluster.channel import GrpcChannel
 from elaunch.rendezvous.security.authority import STORE_NAME, Pem
-
-Metadata = tuple[tuple[str, str], ...]
-
-CHANNEL_OPTIONS = [
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    # Despite its name: the least time that one attempt to connect, with its TLS handshake, is given.
-    ("grpc.min_reconnect_backoff_ms", 2000),
-    # Silence is noticed within 9 s; etcd by default ends connections that ping more often than every 5 s. grpc takes
-    # the longer of the two time-outs (the second is 60 s by default) and would stop pinging after two without data.
-    ("grpc.keepalive_time_ms", 6000),
-    ("grpc.keepalive_timeout_ms", 3000),
-    ("grpc.http2.ping_timeout_ms", 3000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.dns_min_time_between_resolutions_ms", 1000),
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    # A proxy for the web does not lead to etcd.
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),
-]
 
 
 class ServerConnection:
-    """The stubs of one server, on a channel of its own.
+    """One server, on a channel of its own.
 
     Args:
         address: `host:port`.
-        credentials: for TLS; None: none is used.
+        context: of TLS; None: none is used.
         name: that its certificate is to have; empty: its host's.
     """
 
-    def __init__(self, address: str, credentials: Any, name: str = "") -> None:
+    def __init__(self, address: str, context: ssl.SSLContext | None, name: str = "") -> None:
         self.address = address
         self.has_answered = False
         self.is_closed = False
-        if credentials is None:
-            self.channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        else:
-            expected = [("grpc.ssl_target_name_override", name)] if name else []
-            self.channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS + expected)
-        self.kv = etcdrpc.KVStub(self.channel)
-        self.lease = etcdrpc.LeaseStub(self.channel)
-        self.watch = etcdrpc.WatchStub(self.channel)
-        self.auth = etcdrpc.AuthStub(self.channel)
+        self.channel = GrpcChannel(address, context, name)
 
-    def renew(self, request: Any, timeout_s: float, metadata: Metadata) -> float:
-        """Renews a lease on a stream of one request; returns the seconds that it has left, 0 where it is gone."""
-        return sum(
-            int(answer.TTL) for answer in self.lease.LeaseKeepAlive(iter((request,)), timeout_s, metadata=metadata)
-        )
+    def ask(self, method: str, request: Any, timeout_s: float, metadata: Metadata = ()) -> Any:
+        """Sends a request, and returns the answer, which has the method's name (`messages.PATHS`).
+
+        A lease is renewed so, too: on a stream of one request.
+
+        Raises:
+            RpcError: it failed.
+            ChannelClosed: `close` was called.
+        """
+        path = messages.PATHS[method]
+        return read(method, self.channel.ask(path, request.SerializeToString(), timeout_s, metadata))
+
+    def open(self, method: str, connect_s: float, metadata: Metadata = ()) -> Call:
+        """Begins a call that is answered more than once; raises as `ask`."""
+        return self.channel.open(messages.PATHS[method], connect_s, metadata)
 
     def close(self) -> None:
         """Hangs up; what is under way fails."""
@@ -67,11 +55,12 @@ class ServerConnection:
         self.channel.close()
 
 
-def status_of(error: Any) -> tuple[str, str]:
-    """Returns the name of the status and its text; not every `grpc.RpcError` has them."""
-    code = error.code() if hasattr(error, "code") else None
-    details = error.details() if hasattr(error, "details") else str(error)
-    return getattr(code, "name", "UNKNOWN"), str(details or code)
+def read(method: str, answer: bytes) -> Any:
+    """Reads an answer; raises `RpcError` where it is none of etcd's."""
+    try:
+        return messages.read(f"{method}Response", answer)
+    except DecodeError as error:
+        raise RpcError("INTERNAL", f"its answer to {method} cannot be read: {error}") from error
 
 
 def parse_addresses(endpoint: str) -> list[str]:
@@ -84,35 +73,69 @@ def parse_addresses(endpoint: str) -> list[str]:
     return addresses
 
 
-def tls_credentials(ca_cert: str | None, cert: str | None, key: str | None) -> Any:
+def tls_context(ca_cert: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:
     """Returns what TLS needs, from PEM files; raises `LaunchError` where one is missing or is none."""
     if (cert is None) != (key is None):
         raise LaunchError("etcd: a client certificate needs its key and a key its certificate; give both or neither")
-    ca_pem, cert_pem, key_pem = (
-        _pem("CA certificate", ca_cert),
-        _pem("client certificate", cert),
-        _pem("client key", key),
-    )
-    return grpc.ssl_channel_credentials(ca_pem, key_pem, cert_pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    authority = _pem("CA certificate", ca_cert)
+    _pem("client certificate", cert)
+    _pem("client key", key)
+    try:
+        if authority is None:
+            context.load_default_certs()
+        else:
+            context.load_verify_locations(cadata=authority)
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except (OSError, ValueError) as error:
+        raise LaunchError(f"etcd: the certificates {ca_cert!r}, {cert!r} and {key!r} are of no use: {error}") from error
+    return _with_http2(context)
 
 
-def own_credentials(pem: Pem) -> tuple[Any, str]:
+def own_context(pem: Pem) -> tuple[ssl.SSLContext, str]:
     """Returns what TLS needs for the etcd of the job itself, and the name that its certificates are to have.
 
     Those of a user's own authority have the names of its hosts.
     """
-    name = STORE_NAME if pem.is_of_job else ""
-    return grpc.ssl_channel_credentials(pem.authority, pem.key, pem.certificate), name
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # from 1.2 on: an etcd before 3.5.8 has no 1.3
+    context.load_verify_locations(cadata=pem.authority.decode())
+    with _file_of(pem.certificate + b"\n" + pem.key) as path:
+        context.load_cert_chain(path)
+    return _with_http2(context), STORE_NAME if pem.is_of_job else ""
 
 
-def _pem(what: str, path: str | None) -> bytes | None:
+def _with_http2(context: ssl.SSLContext) -> ssl.SSLContext:
+    context.set_alpn_protocols(["h2"])
+    return context
+
+
+@contextmanager
+def _file_of(secret: bytes) -> Iterator[str]:
+    """Gives a secret a path, for a while, that nobody else can open; on Linux it is in memory alone."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("elaunch-key")
+        try:
+            with os.fdopen(fd, "wb", closefd=False) as file:
+                file.write(secret)
+            yield f"/proc/self/fd/{fd}"
+        finally:
+            os.close(fd)
+        return
+    with NamedTemporaryFile() as file:
+        file.write(secret)
+        file.flush()
+        yield file.name
+
+
+def _pem(what: str, path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        with open(path, "rb") as file:
+        with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read()
     except OSError as error:
         raise LaunchError(f"etcd: cannot read the {what} {path!r}: {error.strerror}") from error
-    if b"-----BEGIN " not in text:
+    if "-----BEGIN " not in text:
         raise LaunchError(f"etcd: the {what} {path!r} is not a PEM file")
     return text

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import grpc
-from pyetcd import etcdrpc
-
 from elaunch.errors import StoreUnavailable
-from elaunch.rendezvous.cluster.connection import Metadata, ServerConnection, status_of
-from elaunch.rendezvous.etcd_trouble import Trouble, classify
+from elaunch.rendezvous.cluster.calls import Call, ChannelClosed, Metadata, RpcError
+from elaunch.rendezvous.cluster.connection import ServerConnection, read
+from elaunch.rendezvous.cluster.messages import DELETE, message
+from elaunch.rendezvous.etcd_trouble import is_about_login
 from elaunch.rendezvous.store import Entry, Prefixes, WatchEvent, as_tuple
 
 if TYPE_CHECKING:
@@ -26,10 +25,7 @@ _REQUIRE_LEADER = ("hasleader", "true")
 
 
 class EtcdWatch:
-    """One watch of one prefix or several: a stream of its own and the daemon thread that reads it.
-
-    A stream costs an idle process more than all else that it does: grpc wakes who reads one ten times a second.
-    """
+    """One watch of one prefix or several: a stream of its own and the daemon thread that reads it."""
 
     def __init__(
         self,
@@ -46,7 +42,7 @@ class EtcdWatch:
         self._on_error = on_error
         self._cancelled = threading.Event()
         self._lock = threading.Lock()
-        self._call: Any = None
+        self._call: Call | None = None
         self._server: ServerConnection | None = None
         self._heard_s: float | None = None  # since when no server has delivered
         self._is_compacted = False
@@ -113,45 +109,41 @@ class EtcdWatch:
         """Delivers events until the stream ends; returns why it did."""
         for _ in range(LOGIN_ATTEMPTS):
             login: Metadata = ()
-            ended = threading.Event()
             try:
                 login = self._store.login(self._store.server, self._store.timeout_s)
-                with self._lock:
-                    if self._cancelled.is_set():
-                        return "cancelled"
-                    server = self._store.server  # read here, so that who leaves it later finds the call
-                    self._server = server
-                    self._call = server.watch.Watch(self._requests(ended), metadata=(*login, _REQUIRE_LEADER))
-                problem = self._deliver_all(self._call)
-            except grpc.RpcError as error:
-                _, problem = status_of(error)
-            except ValueError:
-                if self._store.is_closed():
-                    return "the store is closed"
-                if self._server is None or not self._server.is_closed:
-                    raise
-                return "the server has left the cluster"
-            finally:
-                ended.set()
+                problem = self._deliver_all(self._open((*login, _REQUIRE_LEADER)))
+            except RpcError as error:
+                problem = error.text
+            except ChannelClosed:
+                return "the store is closed" if self._store.is_closed() else "the server has left the cluster"
             # For a watch, etcd calls a login that has ended "permission denied" too.
-            ended_login = classify("", problem) is Trouble.TOKEN or "permission denied" in problem
+            ended_login = is_about_login(problem) or "permission denied" in problem
             if not ended_login or not self._store.can_login():
                 return problem
             self._store.forget_login(login)
         return problem
 
-    def _requests(self, ended: threading.Event) -> Iterator[Any]:
-        """Sends the requests, then keeps our half of the stream open until it has ended."""
+    def _open(self, metadata: Metadata) -> Call:
+        """Begins the stream, whose requests make a watch for each prefix; our half of it stays open until it ends."""
+        server = self._store.server
+        call = server.open("Watch", self._store.timeout_s, metadata)
+        with self._lock:
+            # Read again, so that who leaves it later finds the call.
+            is_left = self._cancelled.is_set() or self._store.server is not server
+            self._server, self._call = server, call
+        if is_left:
+            call.cancel()
         for prefix, revision in self._next.items():
             first, end = prefix_range(prefix)
-            create = etcdrpc.WatchCreateRequest(key=first, range_end=end, start_revision=revision)
-            yield etcdrpc.WatchRequest(create_request=create)
-        ended.wait()
+            create = message("WatchCreateRequest", key=first, range_end=end, start_revision=revision)
+            call.send(message("WatchRequest", create_request=create).SerializeToString())
+        return call
 
-    def _deliver_all(self, answers: Any) -> str:
+    def _deliver_all(self, call: Call) -> str:
         new = iter(self._next)
         prefixes: dict[int, str] = {}  # by the number of the watch, which etcd answers in the order of the requests
-        for answer in answers:
+        for data in call:
+            answer = read("Watch", data)
             if self._cancelled.is_set():
                 return "cancelled"
             if answer.created:
@@ -177,7 +169,7 @@ def entry_of(kv: Any) -> Entry:
 
 def _event(event: Any) -> WatchEvent:
     kv = event.kv
-    deleted = event.type == event.DELETE
+    deleted = event.type == DELETE
     return WatchEvent(
         _key(kv.key), None if deleted else kv.value, kv.mod_revision, 0 if deleted else kv.create_revision
     )

@@ -18,6 +18,7 @@ import pytest
 
 from elaunch.cli.resize import drain
 from elaunch.errors import LaunchError, ProtocolError, RequestRefused, StoreUnavailable
+from elaunch.rendezvous.cluster.messages import message
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.etcd import EtcdStore
@@ -217,10 +218,8 @@ class TestObservers:
 
 def put_bytes(store: Store, key: bytes, value: bytes) -> None:
     """Write a key that is no text."""
-    from pyetcd import etcdrpc
-
     assert isinstance(store, EtcdStore)
-    store.call("put", lambda server: server.kv.Put, etcdrpc.PutRequest(key=key, value=value))
+    store.call("put", "Put", message("PutRequest", key=key, value=value))
 
 
 class TestDamage:
@@ -494,13 +493,10 @@ class TestRefusals:
 
 def raise_alarm(store: Store) -> None:
     """Have etcd say that its space is used up."""
-    from pyetcd import etcdrpc
-
     assert isinstance(store, EtcdStore)
-    stub = etcdrpc.MaintenanceStub(store.server.channel)
-    member = stub.Status(etcdrpc.StatusRequest()).header.member_id
-    request = etcdrpc.AlarmRequest(action=etcdrpc.AlarmRequest.ACTIVATE, memberID=member, alarm=etcdrpc.NOSPACE)
-    stub.Alarm(request)
+    member = store.call("ask", "Status", message("StatusRequest")).header.member_id
+    activate, no_space = 1, 1
+    store.call("alarm", "Alarm", message("AlarmRequest", action=activate, memberID=member, alarm=no_space))
 
 
 class TestDefects:

@@ -12,12 +12,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import grpc
 import pytest
-from pyetcd import etcdrpc
 
 from elaunch.errors import LaunchError, StoreUnavailable
+from elaunch.rendezvous.cluster.calls import RpcError
+from elaunch.rendezvous.cluster.connection import ServerConnection, tls_context
 from elaunch.rendezvous.cluster.members import ClusterMembers
+from elaunch.rendezvous.cluster.messages import message
 from elaunch.rendezvous.embedded import EmbeddedEtcd, free_address
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.membership import split_address
@@ -114,16 +115,18 @@ def assert_closed(cluster: SecuredCluster, address: str) -> None:
     finally:
         plain.close()
     # With TLS, and any name taken for right, but nothing to show.
-    authority = Path(cluster.nodes[0].files.authority).read_bytes()
-    options = [("grpc.ssl_target_name_override", "store.elaunch")]
-    with grpc.secure_channel(address, grpc.ssl_channel_credentials(authority), options) as channel:
-        for stub, request in (
-            (etcdrpc.KVStub(channel).Range, etcdrpc.RangeRequest(key=b"\0", range_end=b"\0")),
-            (etcdrpc.KVStub(channel).Put, etcdrpc.PutRequest(key=b"/elaunch/job/x", value=b"1")),
-            (etcdrpc.MaintenanceStub(channel).Status, etcdrpc.StatusRequest()),
+    stranger = ServerConnection(address, tls_context(cluster.nodes[0].files.authority, None, None), "store.elaunch")
+    try:
+        for method, fields in (
+            ("Range", {"key": b"\0", "range_end": b"\0"}),
+            ("Put", {"key": b"/elaunch/job/x", "value": b"1"}),
+            ("Status", {}),
         ):
-            with pytest.raises(grpc.RpcError):
-                stub(request, timeout=SHORT_S)
+            with pytest.raises(RpcError) as raised:
+                stranger.ask(method, message(f"{method}Request", **fields), SHORT_S)
+            assert not raised.value.is_sent
+    finally:
+        stranger.close()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     for path in (b"/health", b"/metrics", b"/version", b"/members", b"/raft/probing"):

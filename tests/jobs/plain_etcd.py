@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.errors import LaunchError
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
 
 LIMIT_S = 20.0
@@ -21,16 +20,8 @@ def serving(folder: Path, host: str = "127.0.0.1") -> Iterator[EmbeddedEtcd]:
     """Serve until the end of the block."""
     server = EmbeddedEtcd(str(folder), host)
     try:
-        for attempts_left in (2, 1, 0):
-            server.start()
-            try:
-                server.wait_ready(LIMIT_S)
-                break
-            except LaunchError:
-                # Where other tests have used grpc in this process, its fork handlers now and then kill the child.
-                if not attempts_left:
-                    raise
-                server.stop()
+        server.start()
+        server.wait_ready(LIMIT_S)
         yield server
     finally:
         server.stop()

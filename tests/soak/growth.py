@@ -27,7 +27,7 @@ class Look:
 
 
 ALLOWED = {"agent": Look(6 * MB, 4, 8), "worker": Look(24 * MB, 8, 4)}
-"""How much more it may have at the end: caches of the allocator, a link that is being made, gRPC's pool of threads."""
+"""How much more it may have at the end: caches of the allocator, a link that is being made."""
 
 
 class Growth:
