@@ -233,7 +233,9 @@ class Agent:
         self._act(self._watches.check_timers())
         now_s = time.monotonic()
         self._messages.on_time(now_s)
-        if self._quiet and (due_s is None or now_s < due_s) and not self._watches.is_due(now_s):
+        if self._watches.is_due(now_s):
+            self._quiet = not self._look_for_hangs() and self._quiet
+        if self._quiet and (due_s is None or now_s < due_s):
             return
         while self._inbox.signals:
             self._act(self._on_signal(self._inbox.signals.popleft()))
@@ -247,9 +249,14 @@ class Agent:
             self._act(actions)
         self._act(self._life.on_time(time.monotonic()))
         self._act(self._patience.on_time(time.monotonic()))
-        if self._watches.is_due(time.monotonic()):
-            self._act(self._watches.check_hangs())
         self._publish()
+
+    def _look_for_hangs(self) -> bool:
+        """Looks at the workers, as is done a few times a second; returns whether that has changed anything."""
+        stalled = self._life.workers.peers.stalled
+        actions = self._watches.check_hangs()
+        self._act(actions)
+        return bool(actions) or self._life.workers.peers.stalled != stalled
 
     def _publish(self) -> None:
         """Reports this node as it is now; with the report that it is ready for an attempt goes a store for that."""
