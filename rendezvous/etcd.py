@@ -1,6 +1,6 @@
 """The store over etcd v3. The retries are here, connections, messages and watches in `cluster`.
 
-Only this module and that package load h2 and protobuf. Clients of etcd for Python are not used: they put a failed
+Only this module and that package load h2. Clients of etcd for Python are not used: they put a failed
 endpoint aside for minutes, do not renew their token, or cannot tell whether a request has reached the server.
 """
 

@@ -287,7 +287,7 @@ ETCD = message(
             ),
         )
     ],
-).SerializeToString()
+).to_bytes()
 
 
 def etcd_stream(data: bytes) -> list[bytes]:

@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from tempfile import NamedTemporaryFile
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
-from elaunch.errors import LaunchError
+from elaunch.errors import LaunchError, ProtocolError
 from elaunch.rendezvous.cluster import messages
 from elaunch.rendezvous.cluster.calls import Call, Metadata, RpcError
 from elaunch.rendezvous.cluster.channel import GrpcChannel
@@ -43,7 +41,7 @@ class ServerConnection:
             ChannelClosed: `close` was called.
         """
         path = messages.PATHS[method]
-        return read(method, self.channel.ask(path, request.SerializeToString(), timeout_s, metadata))
+        return read(method, self.channel.ask(path, request.to_bytes(), timeout_s, metadata))
 
     def open(self, method: str, connect_s: float, metadata: Metadata = ()) -> Call:
         """Begins a call that is answered more than once; raises as `ask`."""
@@ -59,7 +57,7 @@ def read(method: str, answer: bytes) -> Any:
     """Reads an answer; raises `RpcError` where it is none of etcd's."""
     try:
         return messages.read(f"{method}Response", answer)
-    except DecodeError as error:
+    except ProtocolError as error:
         raise RpcError("INTERNAL", f"its answer to {method} cannot be read: {error}") from error
 
 

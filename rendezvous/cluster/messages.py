@@ -1,16 +1,20 @@
 """The messages of etcd's gRPC interface that are used here: its fields of `rpc.proto` and `kv.proto`, as of etcd 3.4.
 
-They are made of this table, so that no generated code is needed, which would be bound to a version of protobuf's
-library that the script may not want.
+They are read and written by this table, as https://protobuf.dev/programming-guides/encoding/ says. Not by protobuf's
+library: scripts bring versions of it that do not go together, and it would take 4 MiB of each agent.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from elaunch.errors import ProtocolError
 
-_Field = descriptor_pb2.FieldDescriptorProto
+_VARINT, _FIXED_64, _BYTES, _FIXED_32 = 0, 1, 2, 5
+_SIZES = {_FIXED_64: 8, _FIXED_32: 4}
+_DEFAULTS: dict[str, Any] = {"bool": False, "bytes": b"", "string": ""}
 
 # The fields of each message: its name, its number, its kind, and a `*` where it is repeated.
 _TABLE = """
@@ -86,36 +90,150 @@ PATHS = {
 """Where each method is; its messages are called after it."""
 
 
-def _make() -> dict[str, Any]:
-    lines = [line.partition(":") for line in _TABLE.replace("\\\n", "").splitlines() if line]
-    file = descriptor_pb2.FileDescriptorProto(name="elaunch/etcd.proto", package="elaunch.etcd", syntax="proto3")
-    for name, _, fields in lines:
-        message = file.message_type.add(name=name)
-        for field in filter(None, fields.split(",")):
-            field_name, number, kind = field.split()
-            label = _Field.LABEL_REPEATED if kind.startswith("*") else _Field.LABEL_OPTIONAL
-            one = message.field.add(name=field_name, number=int(number), label=label)
-            kind = kind.removeprefix("*")
-            if kind[0].isupper():
-                one.type, one.type_name = _Field.TYPE_MESSAGE, f".elaunch.etcd.{kind}"
-            else:
-                one.type = _Field.Type.Value(f"TYPE_{kind.upper()}")
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"elaunch.etcd.{name}"))
-        for name, _, _ in lines
-    }
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    number: int
+    kind: str
+    is_repeated: bool
+
+    @property
+    def is_message(self) -> bool:
+        return self.kind[0].isupper()
+
+    @property
+    def wire(self) -> int:
+        return _BYTES if self.is_message or self.kind in ("bytes", "string") else _VARINT
 
 
-_CLASSES = _make()
+@cache
+def _fields() -> dict[str, dict[str, _Field]]:
+    """Returns the fields of each message, by name."""
+    found: dict[str, dict[str, _Field]] = {}
+    for line in filter(None, _TABLE.replace("\\\n", "").splitlines()):
+        message_name, _, rest = line.partition(":")
+        fields = [part.split() for part in rest.split(",") if part.strip()]
+        found[message_name] = {
+            name: _Field(name, int(number), kind.removeprefix("*"), kind.startswith("*"))
+            for name, number, kind in fields
+        }
+    return found
 
 
-def message(name: str, /, **fields: Any) -> Any:
+@cache
+def _by_number(name: str) -> dict[int, _Field]:
+    return {field.number: field for field in _fields()[name].values()}
+
+
+class EtcdMessage:
+    """A message: its fields are attributes. One that was not set has the default of its kind, as in proto3."""
+
+    def __init__(self, name: str, values: dict[str, Any]) -> None:
+        self._name, self._values = name, values
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._values:
+            return self._values[name]
+        field = _fields()[self._name].get(name)
+        if field is None:
+            raise AttributeError(f"{self._name} has no {name}")
+        if field.is_repeated:
+            return []
+        return EtcdMessage(field.kind, {}) if field.is_message else _DEFAULTS.get(field.kind, 0)
+
+    def to_bytes(self) -> bytes:
+        """Returns its bytes."""
+        out = bytearray()
+        for field in _fields()[self._name].values():
+            value = self._values.get(field.name)
+            if field.is_repeated:
+                for one in value or ():
+                    _write(out, field, one)
+            elif value or (field.is_message and value is not None):  # a message counts although it is empty
+                _write(out, field, value)
+        return bytes(out)
+
+
+def message(name: str, /, **fields: Any) -> EtcdMessage:
     """Returns a message with these fields."""
-    return _CLASSES[name](**fields)
+    unknown = fields.keys() - _fields()[name].keys()
+    if unknown:
+        raise TypeError(f"{name} has no {', '.join(sorted(unknown))}")
+    return EtcdMessage(name, fields)
 
 
-def read(name: str, data: bytes) -> Any:
-    """Reads a message; raises `google.protobuf.message.DecodeError`."""
-    return _CLASSES[name].FromString(data)
+def read(name: str, data: bytes) -> EtcdMessage:
+    """Reads a message; what is not known of it is passed over. Raises `ProtocolError`."""
+    fields, values, at = _by_number(name), dict[str, Any](), 0
+    value: int | bytes
+    while at < len(data):
+        key, at = _read_varint(data, at)
+        wire, field = key & 7, fields.get(key >> 3)
+        if wire == _VARINT:
+            value, at = _read_varint(data, at)
+        else:
+            size = _SIZES.get(wire)
+            if wire == _BYTES:
+                size, at = _read_varint(data, at)
+            if size is None or at + size > len(data):
+                raise ProtocolError(f"{name}: a field of kind {wire} ends beyond the message")
+            value, at = data[at : at + size], at + size
+        if field is None:
+            continue
+        if wire != field.wire:
+            raise ProtocolError(f"{name}.{field.name} is of kind {wire}, expected {field.wire}")
+        known = _known(field, value)
+        if field.is_repeated:
+            values.setdefault(field.name, []).append(known)
+        else:
+            values[field.name] = known
+    return EtcdMessage(name, values)
+
+
+def _known(field: _Field, value: Any) -> Any:
+    """Returns what a value on the wire stands for."""
+    if field.is_message:
+        return read(field.kind, value)
+    match field.kind:
+        case "bytes" | "uint64":
+            return value
+        case "string":
+            try:
+                return value.decode()
+            except UnicodeDecodeError as error:
+                raise ProtocolError(f"{field.name} is no text: {error}") from error
+        case "bool":
+            return value != 0
+        case _:
+            return value - 2**64 if value >= 2**63 else value
+
+
+def _write(out: bytearray, field: _Field, value: Any) -> None:
+    _write_varint(out, field.number << 3 | field.wire)
+    if field.wire == _VARINT:
+        _write_varint(out, int(value) % 2**64)
+        return
+    data = value.to_bytes() if field.is_message else value.encode() if field.kind == "string" else value
+    _write_varint(out, len(data))
+    out += data
+
+
+def _write_varint(out: bytearray, value: int) -> None:
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """Returns the number that begins there, of 64 bits, and where it ends."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            raise ProtocolError("a message ends within a number")
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value % 2**64, at
+    raise ProtocolError("a number has more than ten bytes")

@@ -136,7 +136,7 @@ class EtcdWatch:
         for prefix, revision in self._next.items():
             first, end = prefix_range(prefix)
             create = message("WatchCreateRequest", key=first, range_end=end, start_revision=revision)
-            call.send(message("WatchRequest", create_request=create).SerializeToString())
+            call.send(message("WatchRequest", create_request=create).to_bytes())
         return call
 
     def _deliver_all(self, call: Call) -> str:

