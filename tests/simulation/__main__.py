@@ -42,4 +42,6 @@ def _simulate(block: tuple[range, str]) -> tuple[str, dict[int, str]]:
 
 
 if __name__ == "__main__":
+    if "PYTHONHASHSEED" not in os.environ:  # the order of sets decides now and then what comes first
+        os.execve(sys.executable, sys.orig_argv, os.environ | {"PYTHONHASHSEED": "0"})
     sys.exit(main(*map(int, sys.argv[1:])))
