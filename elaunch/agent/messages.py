@@ -128,7 +128,7 @@ class WorkerMessages:
         connection = self._control.connections.get(worker)
         while connection is not None and not connection.closed and connection.has_input:
             self.serve(connection, selectors.EVENT_READ)
-        self._act(self._life.workers.lines.end_of(worker))
+        self._act(self._life.workers.lines.end_of(worker, time.monotonic()))
 
     def on_time(self, now_s: float) -> None:
         """Writes lines that have waited long enough, and shows how far the training is, if that is due.

@@ -292,8 +292,10 @@ class Node:
 
     def end_lines(self, worker: str) -> list[Action]:
         """Lines of a worker that ends do not wait any longer."""
-        actions = self.life.workers.lines.end_of(worker)
-        self.hurried += actions
+        asked = self.life.workers.lines.asked
+        actions = self.life.workers.lines.end_of(worker, self.world.now_s)
+        if worker != asked:  # else they have waited for this end, and it is known what the log has
+            self.hurried += actions
         return actions
 
     def look_for_end(self, worker: str) -> None:

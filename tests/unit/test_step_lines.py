@@ -72,8 +72,8 @@ def test_nobody_waits_for_ever() -> None:
 def test_the_lines_of_a_worker_that_ends_are_written_before_its_node_says_what_its_log_has() -> None:
     lines = StepLines()
     lines.take(HEIR, report(5, LOST), 0.0)
-    assert lines.end_of(NEXT) == []
-    assert steps(lines.end_of(HEIR)) == [(5, False)]
+    assert lines.end_of(NEXT, 0.1) == []
+    assert steps(lines.end_of(HEIR, 0.1)) == [(5, False)]
     assert lines.asked == ""
 
 
@@ -98,3 +98,23 @@ def test_what_is_told_of_the_log_changes_when_a_worker_ends_and_not_with_each_st
     assert lines.logged == 6
     lines.begin_attempt()
     assert (lines.in_log, lines.logged) == (0, 0)
+
+
+def test_nobody_is_asked_for_the_end_of_a_worker_of_this_node() -> None:
+    """Its log is here; the store, through which others are asked, may be away."""
+    for logged, is_elsewhere in ((6, True), (5, False)):
+        lines = StepLines(in_log=logged)
+        assert lines.end_of(NEXT, 0.0) == []
+        found = lines.take(HEIR, report(5, NEXT), 0.1)
+        assert (steps(found), asked(found)) == ([(5, is_elsewhere)], [])
+        lines.take(HEIR, report(6, OTHER), 0.2)
+        assert lines.asked == OTHER
+
+
+def test_a_line_in_the_place_of_a_worker_of_this_node_waits_until_that_has_ended() -> None:
+    lines = StepLines(in_log=5)
+    assert steps(lines.take(HEIR, report(5, NEXT), 0.0)) == []
+    lines.note(report(5))  # its own line was on its way
+    found = lines.end_of(NEXT, 0.1)
+    assert (steps(found), asked(found)) == ([(5, True)], [""])
+    assert lines.asked == ""

@@ -185,17 +185,19 @@ class Entering:
     """
 
     def __init__(self, generation: int = 0, links: Iterable[Link] = ()) -> None:
-        self.generation, self.untold = generation, set(links)
+        self.generation, self.untold = generation, dict.fromkeys(links)
 
     def tell_over(self, links: Iterable[Link]) -> None:
         """Tells those peers among some that have not been told, over the links that an operation uses."""
-        for link in self.untold.intersection(links):
-            link.tell_entered(self.generation, partial(self.untold.discard, link))
+        for link in [link for link in links if link in self.untold]:
+            link.tell_entered(self.generation, partial(self.untold.pop, link, None))
 
     def beside(self, links: Iterable[Link]) -> dict[Link, LinkBeside]:
         """Returns the links that work of some others, which tell their peers beside an operation."""
         return {
-            link: LinkBeside(link, self.generation, partial(self.untold.discard, link) if link in self.untold else None)
+            link: LinkBeside(
+                link, self.generation, partial(self.untold.pop, link, None) if link in self.untold else None
+            )
             for link in links
             if link.broken is None
         }

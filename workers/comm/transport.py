@@ -451,7 +451,7 @@ class Transport:
                 self._replaced.append(old)
             self._links[link.peer] = link
             if self._entering.generation:
-                self._entering.untold.add(link)
+                self._entering.untold[link] = None
                 self._rouse()
             self._changed.notify_all()
 

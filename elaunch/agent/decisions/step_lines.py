@@ -37,6 +37,7 @@ class StepLines:
     asked: str = ""
     _until_s: float = 0.0
     _ended: dict[str, int] = field(default_factory=dict)
+    _own_ended: deque[str] = field(default_factory=lambda: deque(maxlen=MOST_NAMES))
     _waiting: deque[Record] = field(default_factory=deque)
 
     def take(self, worker: str, report: Report, now_s: float) -> list[Action]:
@@ -81,12 +82,16 @@ class StepLines:
         """Waits no longer than `HOLD_S`: a step is rather told twice than never."""
         return self.flush() if now_s >= self._until_s else []
 
-    def end_of(self, worker: str) -> list[Action]:
-        """Has lines written that wait, as one of this node's workers ends that has reported some of them.
+    def end_of(self, worker: str, now_s: float) -> list[Action]:
+        """Hears that one of this node's workers has ended, all of whose reports were taken.
 
-        What this node then says of its log counts them, and nobody else may do so.
+        Where it has reported some of the lines that wait, they are written: what this node then says of its log counts
+        them, and nobody else may do so. Lines in the place of what it may have reported wait no more.
         """
-        return self.flush() if any(line.worker == worker for line in self._waiting) else []
+        self._own_ended.append(worker)
+        if any(line.worker == worker for line in self._waiting):
+            return self.flush()
+        return [AskEnd(""), *self.heard_of_end(worker, self.in_log, now_s)] if worker == self.asked else []
 
     def flush(self) -> list[Action]:
         """Has all lines written that wait."""
@@ -103,6 +108,7 @@ class StepLines:
         while self._waiting:
             line = self._waiting[0]
             tellers = _tellers(line.report)
+            self._ended.update((one, self.in_log) for one in tellers if one in self._own_ended)
             unknown = next((one for one in tellers if one not in self._ended), "")
             if unknown:
                 self.asked, self._until_s = unknown, now_s + HOLD_S
