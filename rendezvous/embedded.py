@@ -134,8 +134,8 @@ class EmbeddedEtcd:
     The server dies with this process, whatever kills it: the child asks the kernel for SIGKILL at the death of its
     parent. Linux ties this to the *thread* that called `start`, so call it from the main thread. The request is made
     between fork and exec (`preexec_fn`), where only what needs no lock may run: it calls one C function prepared at
-    import. Best is to start before other threads exist and before grpc is loaded, as the launcher does; `start_again`
-    may be called when they do. The server has a session of its own, so Ctrl-C in the terminal does not reach it.
+    import. Best is to start before other threads exist, as the launcher does; `start_again` may be called when they do.
+    The server has a session of its own, so Ctrl-C in the terminal does not reach it.
 
     `cores` is on how many it runs at once at most; None: on all. One is plenty for a job of one node, and an idle
     server then uses half the processor time, since its threads need not wake each other at each tick of Raft. A

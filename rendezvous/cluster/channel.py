@@ -30,7 +30,7 @@ class GrpcChannel:
     def __init__(self, address: str, context: ssl.SSLContext | None = None, name: str = "") -> None:
         self.address = address
         self._context, self._name = context, name
-        self._headers = (
+        self._headers = (  # those of HTTP/2 itself come first
             (b":method", b"POST"),
             (b":scheme", b"http" if context is None else b"https"),
             (b":authority", address.encode()),
@@ -83,9 +83,9 @@ class GrpcChannel:
             self._note_failed(connection)
             raise connection.problem.unsent()
         self._pause_s, self._next_dial_s = FIRST_PAUSE_S, 0.0
-        headers = [(b":path", path.encode()), *((name.encode(), value.encode()) for name, value in metadata)]
+        own = ((name.encode(), value.encode()) for name, value in metadata)
         # The server is not told for how long this side waits: each call would have a header of its own.
-        return connection.begin(sorted([*self._headers, *headers], key=_is_plain))
+        return connection.begin([(b":path", path.encode()), *self._headers, *own])
 
     def close(self) -> None:
         """Hangs up; what is under way fails."""
@@ -119,8 +119,3 @@ class GrpcChannel:
             if self._connection is connection and not connection.was_ready and connection.ended_s > self._next_dial_s:
                 self._next_dial_s = connection.ended_s + self._pause_s
                 self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-
-
-def _is_plain(header: tuple[bytes, bytes]) -> bool:
-    """Returns whether a header comes after those of HTTP/2 itself."""
-    return not header[0].startswith(b":")

@@ -28,7 +28,6 @@ class ServerConnection:
     def __init__(self, address: str, context: ssl.SSLContext | None, name: str = "") -> None:
         self.address = address
         self.has_answered = False
-        self.is_closed = False
         self.channel = GrpcChannel(address, context, name)
 
     def ask(self, method: str, request: Any, timeout_s: float, metadata: Metadata = ()) -> Any:
@@ -49,7 +48,6 @@ class ServerConnection:
 
     def close(self) -> None:
         """Hangs up; what is under way fails."""
-        self.is_closed = True
         self.channel.close()
 
 

@@ -96,14 +96,8 @@ class _Field:
     number: int
     kind: str
     is_repeated: bool
-
-    @property
-    def is_message(self) -> bool:
-        return self.kind[0].isupper()
-
-    @property
-    def wire(self) -> int:
-        return _BYTES if self.is_message or self.kind in ("bytes", "string") else _VARINT
+    is_message: bool
+    wire: int
 
 
 @cache
@@ -113,11 +107,15 @@ def _fields() -> dict[str, dict[str, _Field]]:
     for line in filter(None, _TABLE.replace("\\\n", "").splitlines()):
         message_name, _, rest = line.partition(":")
         fields = [part.split() for part in rest.split(",") if part.strip()]
-        found[message_name] = {
-            name: _Field(name, int(number), kind.removeprefix("*"), kind.startswith("*"))
-            for name, number, kind in fields
-        }
+        found[message_name] = {name: _field(name, int(number), kind) for name, number, kind in fields}
     return found
+
+
+def _field(name: str, number: int, text: str) -> _Field:
+    kind = text.removeprefix("*")
+    is_message = kind[0].isupper()
+    wire = _BYTES if is_message or kind in ("bytes", "string") else _VARINT
+    return _Field(name, number, kind, text != kind, is_message, wire)
 
 
 @cache
