@@ -247,11 +247,16 @@ class Participant:
             raise StoreMoved(self._replica.moved)
 
     def _wait_s(self) -> float:
-        """Returns how long there is nothing to do if nothing comes: at most a second."""
+        """Returns how long there is nothing to do if nothing comes; a second at most where this node leads."""
+        now_s = self._clock()
         due_s = min(self._session.lease.due_s, self._leader.due_s, self._ends.due_s)
         if self._servers is not None and self._leader.leads:
             due_s = min(due_s, self._servers.due_s)
-        return max(0.0, min(due_s - self._clock(), 1.0))
+        if self._is_waiting:
+            due_s = min(due_s, self._pace.due_s)
+        if self._leader.leads or self._setbacks.under_way:
+            due_s = min(due_s, now_s + 1.0)
+        return max(0.0, due_s - now_s)
 
     def _look_again(self) -> None:
         """Notices what no watch of this node tells: that its own report is another's, and that damage has ended."""
@@ -259,13 +264,18 @@ class Participant:
             self._session.check_report()
             self._leader.check_damaged()
 
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether the job waits for nodes."""
+        generation = self._replica.view.generation
+        return generation is None or generation.stage is GenerationStage.ASSEMBLE or bool(generation.hold)
+
     def _tell_waiting(self) -> None:
         """Says, while the job waits for nodes, who is there, who is missing and how long still, ever more rarely.
 
         The leader knows, and leaves it in the store; so this costs each node one read now and then.
         """
-        generation = self._replica.view.generation
-        if generation is not None and generation.stage is not GenerationStage.ASSEMBLE and not generation.hold:
+        if not self._is_waiting:
             self._pace.reset(self._clock())
         elif self._leader.leads:
             self._leader.tell_waiting(self._pace.has_told, lambda: self._pace.is_due(self._clock()))

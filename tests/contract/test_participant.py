@@ -307,6 +307,29 @@ class TestJoining:
         assert [one.ids for one in a.generations] == [("a/0", "b/0", "c/0"), ("a/0#0", "b/0#0", "c/0#0")]
         assert a.generations[0].master.addr == "host-a"
 
+    def test_a_node_that_does_not_lead_has_nothing_to_do_between_its_renewals(self) -> None:
+        job = Job(MemorySite(), PATIENT)
+        try:
+            a, b, _ = job.three()
+            wait_until(lambda: b.participant._wait_s() > 1.0, LIMIT_S, "b to have written all")
+            assert a.participant._wait_s() <= 1.0
+            b.participant._setbacks.meet(time.monotonic())
+            assert b.participant._wait_s() <= 1.0
+        finally:
+            job.stop()
+
+    def test_a_node_that_waits_is_awake_for_its_next_line(self) -> None:
+        job = Job(MemorySite(), PATIENT)
+        try:
+            job.node("a")
+            wait_until(lambda: job.read("nodes/a"), LIMIT_S, "a to join")
+            b = job.node("b")  # a third one is waited for
+            wait_until(lambda: job.read("nodes/b"), LIMIT_S, "b to join")
+            now_s = time.monotonic()
+            assert b.participant._wait_s() <= max(0.0, b.participant._pace.due_s - now_s)
+        finally:
+            job.stop()
+
     def test_nodes_that_wait_are_told_for_whom(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("elaunch.waits.WAITED_S", 0.05)
         a = job.node("a")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -98,5 +100,21 @@ def test_a_process_that_cannot_be_looked_at_passes_for_gone(monkeypatch: pytest.
     def short(*_: Any) -> None:
         raise OSError(24, "too many open files")
 
-    monkeypatch.setattr("builtins.open", short)
+    monkeypatch.setattr("os.open", short)
     assert hang_watch.thread_state(os.getpid()) == ""
+
+
+def test_workers_of_which_only_the_state_is_seen_are_looked_at_more_rarely_unless_one_is_stopped() -> None:
+    def pause_s(state: str) -> float:
+        with patch.object(hang_watch, "thread_state", return_value=state):
+            watch.look([(WORKER, os.getpid())], 1, [WORKER], [], lambda _: "")
+        return watch.due_s - time.monotonic()
+
+    watch = HangWatch(HangTimeout(), {"T": 60.0}, lambda _: None)
+    assert hang_watch.LOOK_S < pause_s("S") <= hang_watch.PLAIN_LOOK_S
+    assert pause_s("T") <= hang_watch.LOOK_S
+    assert pause_s("S") > hang_watch.LOOK_S
+    assert watch.attached(WORKER, os.getpid(), [os.memfd_create("elaunch-test") for _ in range(2)]) == ""
+    assert watch.due_s - time.monotonic() <= hang_watch.LOOK_S
+    assert pause_s("S") <= hang_watch.LOOK_S
+    watch.close()

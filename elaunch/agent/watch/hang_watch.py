@@ -22,7 +22,10 @@ from elaunch.rendezvous.membership import Deadlock, Stalled
 from elaunch.rendezvous.rules.holders import grace_s
 
 LOOK_S = 0.25
-"""From one look at the workers to the next."""
+"""Seconds from one look to the next at workers that show a heartbeat, or at one that is stopped."""
+
+PLAIN_LOOK_S = 1.0
+"""Seconds from one look to the next at workers of which only the kernel's state is seen."""
 
 STILL_S = 0.5
 """Children are looked at for workers that have been still for so long."""
@@ -101,6 +104,7 @@ class HangWatch:
         self.forget(worker)
         if len(fds) == 2 and all(map(_in_memory, fds)):
             self._watched[worker] = _Watched(pid, Reader(fds[0]), fds[1])
+            self.due_s = min(self.due_s, time.monotonic() + LOOK_S)
             return ""
         for fd in fds:
             os.close(fd)
@@ -140,7 +144,6 @@ class HangWatch:
             Those that have been stopped for too long. They are told of once, and are to be killed.
         """
         now_s = time.monotonic()
-        self.due_s = now_s + LOOK_S
         sights: dict[str, Sight] = {}
         stopped: list[Stopped] = []
         states = {worker: (pid, thread_state(pid) if pid else "") for worker, pid in running}
@@ -159,6 +162,7 @@ class HangWatch:
                 sight = self._sight(watched, now_s)
                 if sight is not None:
                     sights[worker] = sight
+        self.due_s = now_s + (LOOK_S if self._watched or self._stopped_since else PLAIN_LOOK_S)
         self.heartbeats = {worker: sight.heartbeat for worker, sight in sights.items()}
         left = [holder for holder in holders if holder not in {one.worker for one in stopped}]
         hang = self._detector.look(now_s, sights, generation, members, left)
@@ -272,7 +276,10 @@ def _in_memory(fd: int) -> bool:
 def _stat(path: str) -> list[bytes]:
     """The fields of a stat file after the name; none when the process or thread is gone, or cannot be looked at."""
     try:
-        with open(path, "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(fd, 4096).rpartition(b")")[2].split()
+        finally:
+            os.close(fd)
     except OSError:
         return []
