@@ -62,6 +62,7 @@ def launch(config: AgentConfig) -> int:
     try:
         several = config.rendezvous.store_nodes(config.max_nodes) > 1
         hosted, directory, host, peer = _host_rendezvous(config.rendezvous, config.local_addr, several, identity)
+        identity.note_host(host)
         supervisor = Supervisor()
         store: StoreProcess | None = None
         try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import os
 import shutil
 import tempfile
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
@@ -30,7 +32,7 @@ class TlsFiles:
 
     Attributes:
         authority: of all that may connect.
-        store: for the etcd of this node.
+        store: for the etcd of this node; there where that asks for certificates.
         node: for all else.
     """
 
@@ -49,7 +51,7 @@ class NodeIdentity:
         encrypts: whether workers need the files for their links.
 
     Attributes:
-        encrypts: see above.
+        encrypts: see above; false where others reach this node at a loopback address, unless the user wants it.
         folder: of the files, of mode 0700; empty: none are needed.
         pem: what they hold for all but this node's etcd; None: they are not there yet.
     """
@@ -87,6 +89,11 @@ class NodeIdentity:
         if self.pem is None and (self._secret or self._settings.files.has_own):
             self._hosts = tuple(dict.fromkeys((STORE_NAME, "localhost", "127.0.0.1", "::1", *hosts)))
             self._write(now_s)
+
+    def note_host(self, host: str) -> None:
+        """Takes the address at which others reach this node: links to a loopback address stay within the machine."""
+        if self._settings.links == "auto" and is_loopback(host):
+            self.encrypts = False
 
     def make_of_token(self, token: str, now_s: float) -> None:
         """Writes the files of a job without a secret: whoever can read its documents in etcd can do the same.
@@ -131,10 +138,11 @@ class NodeIdentity:
             return
         authority = Authority(self._secret, self._job)
         self._put(AUTHORITY, authority.certificate)
-        for name, hosts in ((STORE, self._hosts), (NODE, ())):
-            pem = authority.issue(self._node, hosts, now)
-            self._put(name, pem.certificate + pem.key)
-            self.pem = pem
+        if self._settings.guards_store:
+            served = authority.issue(self._node, self._hosts, now)
+            self._put(STORE, served.certificate + served.key)
+        self.pem = authority.issue(self._node, (), now)
+        self._put(NODE, self.pem.certificate + self.pem.key)
         self._due_s = now_s + RENEW_S
 
     def _stamps(self) -> tuple[tuple[int, int], ...]:
@@ -154,6 +162,13 @@ class NodeIdentity:
         with open(os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(content)
         os.replace(f"{path}.new", path)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether an address, or the name of one, is of this machine alone."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 def read_own(authority: str, certificate: str, key: str) -> Pem:

@@ -273,6 +273,36 @@ def test_a_job_without_a_secret_has_its_keys_from_its_token(private: Path) -> No
     assert secured.pem is before
 
 
+def test_a_node_at_a_loopback_address_needs_no_keys_for_links_unless_it_is_told_to(private: Path) -> None:
+    now_s = NOW.timestamp()
+    for links, host, encrypts in [
+        ("auto", "127.0.0.1", False),
+        ("auto", "127.8.0.1", False),
+        ("auto", "::1", False),
+        ("auto", "localhost", False),
+        ("auto", "10.0.0.1", True),
+        ("auto", "127.example", True),
+        ("on", "127.0.0.1", True),
+    ]:
+        node = NodeIdentity(SecuritySettings(links=links), "job", "a", encrypts=True)
+        node.note_host(host)
+        node.make_of_token("token", now_s)
+        assert (node.encrypts, node.pem is not None) == (encrypts, encrypts), (links, host)
+    secured = NodeIdentity(SecuritySettings(SECRET), "job", "a", encrypts=True)
+    secured.note_host("127.0.0.1")
+    secured.make(now_s)
+    assert secured.pem is not None, "etcd asks for a certificate at each address"
+
+
+def test_only_an_etcd_that_asks_for_certificates_is_given_one(private: Path) -> None:
+    for settings, has_one in [(SecuritySettings(), False), (SecuritySettings(SECRET), True)]:
+        node = NodeIdentity(settings, "job", "a", encrypts=True)
+        node.make(NOW.timestamp())
+        node.make_of_token("token", NOW.timestamp())
+        assert Path(node.files.node).exists()
+        assert Path(node.files.store).exists() is has_one
+
+
 def test_a_node_that_needs_no_files_makes_none(private: Path) -> None:
     node = NodeIdentity(SecuritySettings(), "job", "a", encrypts=False)
     node.make_of_token("token", NOW.timestamp())
