@@ -11,11 +11,13 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from elaunch.errors import LaunchError, StoreUnavailable
 from elaunch.rendezvous.cluster.calls import ChannelClosed, Metadata, RpcError
 from elaunch.rendezvous.cluster.connection import ServerConnection, own_context, parse_addresses, tls_context
+from elaunch.rendezvous.cluster.http2 import DIAL_S
 from elaunch.rendezvous.cluster.messages import EQUAL, MOD, message
 from elaunch.rendezvous.cluster.watch import LOGIN_ATTEMPTS, RETRY_PAUSE_S, EtcdWatch, entry_of, prefix_range
 from elaunch.rendezvous.etcd_trouble import Trouble, advice_on, classify, tls_hint
@@ -50,6 +52,7 @@ class EtcdStore:
 
     `pem` is in the place of these files where the server is one that a node of this job has started; `newest` returns
     what it would be now. Where that is another one, a refusal may be due to the old one, and counts as an outage.
+    `patience` is how many times `DIAL_S` one attempt to connect may take.
 
     Attributes:
         follows: whether it was told so.
@@ -68,6 +71,7 @@ class EtcdStore:
         *,
         pem: Pem | None = None,
         newest: Callable[[], Pem | None] | None = None,
+        patience: int = 1,
     ) -> None:
         if (user is None) != (password is None):
             raise LaunchError("etcd: a user needs a password and a password needs a user; give both or neither")
@@ -80,12 +84,13 @@ class EtcdStore:
         self._newest = newest
         self._has_secret = pem is not None and pem.is_of_job
         self._uses_tls = pem is not None or any(path is not None for path in (ca_cert, cert, key))
-        self._tls: tuple[Any, str] = (None, "")
+        context, name = None, ""
         if pem is not None:
-            self._tls = own_context(pem)
+            context, name = own_context(pem)
         elif self._uses_tls:
-            self._tls = tls_context(ca_cert, cert, key), ""
-        self._servers = [ServerConnection(address, *self._tls) for address in parse_addresses(endpoint)]
+            context = tls_context(ca_cert, cert, key)
+        self._connect = partial(ServerConnection, context=context, name=name, dial_s=DIAL_S * patience)
+        self._servers = [self._connect(address) for address in parse_addresses(endpoint)]
         self._current = self._servers[0]
         self._servers_lock = threading.Lock()
         self.follows = False
@@ -206,8 +211,7 @@ class EtcdStore:
             self.follows, self.endpoint = True, endpoint
             known = {server.address: server for server in self._servers}
             self._servers = [
-                known.pop(address) if address in known else ServerConnection(address, *self._tls)
-                for address in addresses
+                known.pop(address) if address in known else self._connect(address) for address in addresses
             ]
             if self._current not in self._servers:
                 self._current = self._servers[0]

@@ -277,15 +277,17 @@ def _tls(rendezvous: RendezvousSettings, identity: NodeIdentity) -> TlsFiles | N
     return identity.files if rendezvous.security.guards_store else None
 
 
-def _open_store(kind: type[EtcdStore], config: AgentConfig, identity: NodeIdentity, endpoint: str) -> EtcdStore:
+def _open_store(
+    kind: type[EtcdStore], config: AgentConfig, identity: NodeIdentity, endpoint: str, patience: int
+) -> EtcdStore:
     rendezvous, conf = config.rendezvous, config.rendezvous.conf
     # By then others may have found another one; an election among servers takes a second or two.
-    longest_s = min(REQUEST_S, 1.5 * conf.lease_ttl) if config.founds else REQUEST_S
+    longest_s = min(REQUEST_S, 1.5 * conf.lease_ttl) if config.founds else REQUEST_S * patience
     limit_s = min(longest_s, conf.connect_timeout)
     if rendezvous.is_hosted and rendezvous.security.guards_store:
-        store = kind(endpoint, timeout_s=limit_s, pem=identity.pem, newest=lambda: identity.pem)
+        store = kind(endpoint, limit_s, patience=patience, pem=identity.pem, newest=lambda: identity.pem)
     else:
-        store = kind(endpoint, timeout_s=limit_s, **conf.etcd.arguments())
+        store = kind(endpoint, limit_s, patience=patience, **conf.etcd.arguments())
     store.first_contact_s = FIRST_CONTACT_S
     if config.founds:
         store.first_contact_s = store.refused_s = REFUSED_S

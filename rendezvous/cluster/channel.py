@@ -12,7 +12,7 @@ import threading
 import time
 
 from elaunch.rendezvous.cluster.calls import NO_ANSWER, Call, ChannelClosed, Metadata, RpcError
-from elaunch.rendezvous.cluster.http2 import Http2Connection
+from elaunch.rendezvous.cluster.http2 import DIAL_S, Http2Connection
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.5
 """Pauses between two attempts; each is twice as long as the one before."""
@@ -25,11 +25,14 @@ class GrpcChannel:
         address: `host:port`.
         context: of TLS; None: none is used.
         name: that the server's certificate is to have; empty: its host's.
+        dial_s: how long one attempt to connect may take, in seconds.
     """
 
-    def __init__(self, address: str, context: ssl.SSLContext | None = None, name: str = "") -> None:
+    def __init__(
+        self, address: str, context: ssl.SSLContext | None = None, name: str = "", dial_s: float = DIAL_S
+    ) -> None:
         self.address = address
-        self._context, self._name = context, name
+        self._context, self._name, self._dial_s = context, name, dial_s
         self._headers = (  # those of HTTP/2 itself come first
             (b":method", b"POST"),
             (b":scheme", b"http" if context is None else b"https"),
@@ -108,7 +111,7 @@ class GrpcChannel:
                 if now_s < self._next_dial_s:
                     raise problem.unsent()
             try:
-                self._connection = Http2Connection(self.address, self._context, self._name)
+                self._connection = Http2Connection(self.address, self._context, self._name, self._dial_s)
             except (OSError, RuntimeError) as error:  # the system gives this process no more descriptors, or no thread
                 raise RpcError("UNAVAILABLE", f"no connection can be made: {error}", is_sent=False) from error
             return self._connection

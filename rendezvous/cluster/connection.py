@@ -13,6 +13,7 @@ from elaunch.errors import LaunchError, ProtocolError
 from elaunch.rendezvous.cluster import messages
 from elaunch.rendezvous.cluster.calls import Call, Metadata, RpcError
 from elaunch.rendezvous.cluster.channel import GrpcChannel
+from elaunch.rendezvous.cluster.http2 import DIAL_S
 from elaunch.rendezvous.security.authority import STORE_NAME, Pem
 
 
@@ -23,12 +24,13 @@ class ServerConnection:
         address: `host:port`.
         context: of TLS; None: none is used.
         name: that its certificate is to have; empty: its host's.
+        dial_s: how long one attempt to connect may take, in seconds.
     """
 
-    def __init__(self, address: str, context: ssl.SSLContext | None, name: str = "") -> None:
+    def __init__(self, address: str, context: ssl.SSLContext | None, name: str = "", dial_s: float = DIAL_S) -> None:
         self.address = address
         self.has_answered = False
-        self.channel = GrpcChannel(address, context, name)
+        self.channel = GrpcChannel(address, context, name, dial_s)
 
     def ask(self, method: str, request: Any, timeout_s: float, metadata: Metadata = ()) -> Any:
         """Sends a request, and returns the answer, which has the method's name (`messages.PATHS`).

@@ -58,13 +58,14 @@ class Http2Connection:
         ended_s: when it did.
     """
 
-    def __init__(self, address: str, context: ssl.SSLContext | None, name: str) -> None:
+    def __init__(self, address: str, context: ssl.SSLContext | None, name: str, dial_s: float) -> None:
         self._address, self._context = address, context
         self._name = name or split_address(address)[0]
         self.is_ready = threading.Event()
         self.was_ready = False
         self.problem: RpcError | None = None
         self.ended_s = 0.0
+        self._dial_s = dial_s
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._frames = _Frames(
@@ -183,7 +184,7 @@ class Http2Connection:
 
     def _run(self) -> None:
         try:
-            self._dial(time.monotonic() + DIAL_S)
+            self._dial(time.monotonic() + self._dial_s)
             while self.problem is None:
                 self._read()
         except ssl.SSLError as error:
@@ -211,7 +212,8 @@ class Http2Connection:
         """Connects to the first address of the host that answers, and says the first word."""
         host, port = split_address(self._address)
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            # As bytes, since for a str Python loads tables of Unicode, a megabyte.
+            found = socket.getaddrinfo(host.encode() if host.isascii() else host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise OSError(None, f"DNS resolution failed for {host}: {_reason(error)}") from error
         for index, (family, kind, protocol, _, address) in enumerate(found):
@@ -239,10 +241,13 @@ class Http2Connection:
             self._frames.initiate_connection()
             self._frames.increment_flow_control_window(WINDOW)
             self._push()
-        while not self.is_ready.is_set():
-            if time.monotonic() >= deadline_s:
-                raise OSError(errno.ETIMEDOUT, "the server accepts connections and says nothing")
+        while True:
+            is_late = time.monotonic() >= deadline_s  # a process that had no processor reads what has come meanwhile
             self._read(deadline_s)
+            if self.is_ready.is_set():
+                return
+            if is_late:
+                raise OSError(errno.ETIMEDOUT, "the server accepts connections and says nothing")
 
     def _knock(self, address: Any, deadline_s: float) -> None:
         assert self._socket is not None

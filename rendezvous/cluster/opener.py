@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -13,29 +14,49 @@ if TYPE_CHECKING:
     from elaunch.rendezvous.etcd import EtcdStore
     from elaunch.rendezvous.store import Store
 
+SHORT_S = 20.0
+"""A connection that lasts less long was of no use: to enter the job takes ten requests."""
+
+MOST_PATIENCE = 8
+
 
 class StoreOpener:
     """Opens the store, again and again; used by one thread.
 
+    Where many nodes want it at once, it may not answer all within the usual time. Were they to begin anew after that,
+    each time with all its requests, it never would. So after each connection that was of no use the next one is given
+    twice the time.
+
     Args:
         endpoint: where it was at the start.
-        open_at: opens it at an endpoint.
+        open_at: opens it at an endpoint, with requests that are given so many times the usual time.
+        clock: in seconds.
 
     Attributes:
         dress: makes of a connection what those who ask are given.
     """
 
-    def __init__(self, endpoint: str, open_at: Callable[[str], EtcdStore]) -> None:
+    def __init__(
+        self, endpoint: str, open_at: Callable[[str, int], EtcdStore], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._begun_at = endpoint
         self._endpoint = endpoint
         self._open_at = open_at
+        self._clock = clock
+        self._opened_s: float | None = None
+        self._patience = 1
         self._servers = ""
         self._store: EtcdStore | None = None
         self.dress: Callable[[Store], Store] = lambda store: store
 
     def __call__(self) -> Store:
         """Returns a new connection."""
-        self._store = self._open_at(self._servers or self._endpoint)
+        before_s, self._opened_s = self._opened_s, self._clock()
+        if before_s is not None and self._opened_s - before_s < SHORT_S * self._patience:
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+        else:
+            self._patience = 1
+        self._store = self._open_at(self._servers or self._endpoint, self._patience)
         if self._servers:
             self._store.use(self._servers)
         return self.dress(self._store)
@@ -65,7 +86,7 @@ class StoreOpener:
         """Writes where the store is now into any other that has come up where the job began."""
         for address in (part.strip() for part in self._begun_at.split(",")):
             if address not in self.addresses and listens(address):
-                store = self._open_at(address)
+                store = self._open_at(address, 1)
                 try:
                     with suppress(ElaunchError):  # it is tried again
                         store.create(key, ",".join(self.addresses).encode())

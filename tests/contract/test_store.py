@@ -782,7 +782,7 @@ class TestEtcdSettings:
         flags = ["--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=a"]
         config = parse([*flags, f"--rdzv-conf=on_store_loss={loss}", "train.py"])
         identity = NodeIdentity(config.rendezvous.security, config.job, config.node, False)
-        store = _open_store(EtcdStore, config, identity, endpoint)
+        store = _open_store(EtcdStore, config, identity, endpoint, 1)
         store.close()
         assert (store.first_contact_s, store.refused_s) == limits_s
 

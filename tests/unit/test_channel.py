@@ -357,6 +357,30 @@ def test_a_name_that_nobody_knows_is_told() -> None:
     channel.close()
 
 
+def test_a_server_that_has_answered_meanwhile_is_not_given_up_by_a_process_that_had_no_processor(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(self: http2.Http2Connection, events: int, timeout_s: float) -> bool:
+        time.sleep(2 * SHORT_S)
+        return poll(self, events, timeout_s)
+
+    server, _ = serve()
+    poll = http2.Http2Connection._poll
+    monkeypatch.setattr(http2.Http2Connection, "_poll", slow)
+    channel = GrpcChannel(server.address, dial_s=SHORT_S)
+    assert channel.ask("/a/B", b"x", LIMIT_S) == b"x"
+    assert server.connections == 1
+    channel.close()
+
+
+def test_a_server_that_says_nothing_is_given_the_time_that_the_channel_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        channel = GrpcChannel(f"127.0.0.1:{listener.getsockname()[1]}", dial_s=SHORT_S)
+        with pytest.raises(RpcError, match="accepts connections and says nothing"):
+            channel.ask("/a/B", b"x", LIMIT_S)
+        channel.close()
+
+
 def test_attempts_to_connect_come_ever_more_rarely_and_at_once_again_after_one_that_went_well(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
