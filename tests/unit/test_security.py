@@ -11,6 +11,7 @@ import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from cryptography.x509 import load_pem_x509_certificate
@@ -275,7 +276,7 @@ def test_a_job_without_a_secret_has_its_keys_from_its_token(private: Path) -> No
 
 def test_a_node_at_a_loopback_address_needs_no_keys_for_links_unless_it_is_told_to(private: Path) -> None:
     now_s = NOW.timestamp()
-    for links, host, encrypts in [
+    cases: list[tuple[Literal["auto", "on"], str, bool]] = [
         ("auto", "127.0.0.1", False),
         ("auto", "127.8.0.1", False),
         ("auto", "::1", False),
@@ -283,7 +284,8 @@ def test_a_node_at_a_loopback_address_needs_no_keys_for_links_unless_it_is_told_
         ("auto", "10.0.0.1", True),
         ("auto", "127.example", True),
         ("on", "127.0.0.1", True),
-    ]:
+    ]
+    for links, host, encrypts in cases:
         node = NodeIdentity(SecuritySettings(links=links), "job", "a", encrypts=True)
         node.note_host(host)
         node.make_of_token("token", now_s)
