@@ -28,6 +28,9 @@ AGAIN = "again"
 It lists those of them that are no members any more, while their agents may have the line.
 """
 
+MOST_NAMES = 64
+"""So many workers are listed at most."""
+
 LINK_TIMEOUT = "ELAUNCH_LINK_TIMEOUT"
 """The variable in which an agent tells its workers how long a link may be silent, in seconds."""
 

@@ -142,8 +142,8 @@ class WorkerMessages:
             self._participant.show("status", to_json(status).decode())
 
     def record(self, line: Record) -> None:
-        """Writes a line on a step, and tells the worker that has reported it."""
-        if not line.is_elsewhere:
+        """Writes a line on a step, unless a log has it, and tells the worker that has reported it."""
+        if not self._life.workers.lines.has(line):
             self._journal.forward(line.report)
         self._life.workers.lines.note(line.report)
         if (logged := step_of(line.report)) is not None:

@@ -50,7 +50,6 @@ class Node:
         self.told_to_drain: set[str] = set()
         self.asked = ""
         self.hurried: list[Action] = []
-        self.last_line: object = None
         self.wakes = 0
         self.ordered_s = 0.0
 

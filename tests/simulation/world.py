@@ -150,11 +150,10 @@ class JobWorld(World):
     def record(self, line: Record) -> None:
         """An agent writes a worker's line on a step, as `WorkerMessages` and `Journal` do."""
         worker, fields = self.workers[line.worker], line.report.fields
-        node = worker.node
-        if not line.is_elsewhere and not (AGAIN in fields and fields["step"] == node.last_line):
+        node, lines = worker.node, worker.node.life.workers.lines
+        if not lines.has(line):
             self.logged(worker.id, fields, any(line is hurried for hurried in node.hurried))
-            node.last_line = fields["step"]
-        node.life.workers.lines.note(line.report)
+        lines.note(line.report)
         worker.note_logged(line.report)
 
     def logged(self, worker: str, fields: dict[str, Any], is_hurried: bool) -> None:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from elaunch.agent.decisions.actions import Action, AskEnd, Record
-from elaunch.agent.decisions.step_lines import HOLD_S, MOST_CHARACTERS, MOST_NAMES, StepLines
-from elaunch.wire import AGAIN, Report
+from elaunch.agent.decisions.step_lines import HOLD_S, MOST_CHARACTERS, StepLines
+from elaunch.wire import AGAIN, MOST_NAMES, Report
 
 HEIR, NEXT = "b/0#0", "b/1#0"
 LOST, OTHER = "a/0#0", "c/0#0"
@@ -87,6 +87,25 @@ def test_names_that_no_worker_can_have_name_nobody() -> None:
     for names in ("a/0#0", [7], ["x" * (MOST_CHARACTERS + 1)], [""], [LOST] * (MOST_NAMES + 1), {"a": 1}):
         lines = StepLines()
         assert steps(lines.take(HEIR, Report("step", {"step": 5, AGAIN: names}), 0.0)) == [(5, False)]
+
+
+def test_a_step_that_is_reported_again_is_left_out_where_the_log_of_this_attempt_ends_with_it() -> None:
+    lines, written = StepLines(), list[int]()
+
+    def record(*reports: tuple[int, bool]) -> list[int]:
+        written.clear()
+        for step, again in reports:
+            line = Record(HEIR, Report("step", {"step": step, **({AGAIN: []} if again else {})}))
+            if not lines.has(line):
+                written.append(step)
+            lines.note(line.report)
+        return written
+
+    # It commits once more where it had committed only on workers that died.
+    assert record((3, False), (4, False), (4, True), (5, True), (5, True), (6, False), (6, False)) == [3, 4, 5, 6, 6]
+    assert lines.has(Record(HEIR, report(9), is_elsewhere=True))
+    lines.begin_attempt()
+    assert record((6, True), (6, True)) == [6]
 
 
 def test_what_is_told_of_the_log_changes_when_a_worker_ends_and_not_with_each_step() -> None:

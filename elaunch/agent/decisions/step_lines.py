@@ -12,13 +12,13 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from elaunch.agent.decisions.actions import Action, AskEnd, Record
-from elaunch.wire import AGAIN, Report
+from elaunch.wire import AGAIN, MOST_NAMES, Report
 
 HOLD_S = 8.0
 """How long a line waits: longer than an agent that does not answer has its lease, as that is by default."""
 
-MOST_NAMES, MOST_CHARACTERS = 64, 512
-"""How many workers a line may name, and how long their names may be; others name nobody."""
+MOST_CHARACTERS = 512
+"""How long the names may be of the workers that a line names."""
 
 
 @dataclass(slots=True)
@@ -63,6 +63,11 @@ class StepLines:
             return []
         self._ended[worker], self.asked = logged, ""
         return self._go_on(now_s)
+
+    def has(self, line: Record) -> bool:
+        """Returns whether a log has a line: another node's log, or it tells again of the last step of this attempt."""
+        fields = line.report.fields
+        return line.is_elsewhere or (AGAIN in fields and fields.get("step") == self.in_log - 1)
 
     def note(self, report: Report) -> None:
         """Notes that a log has the line on a step."""

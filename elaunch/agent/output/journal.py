@@ -26,7 +26,6 @@ class Journal:
         self._node = node
         self._events = events
         self._generation = generation
-        self._last_step: object = None
 
     def say(self, text: str) -> None:
         """Tells the user, in a line; may be called from any thread."""
@@ -38,15 +37,10 @@ class Journal:
         self._events.write(kind, self._generation(), t, **fields)
 
     def forward(self, report: Report) -> None:
-        """Appends a worker's event; it may bring its own time and generation.
-
-        A step that is reported again is left out if it is the last one that this log has.
-        """
+        """Appends a worker's event; it may bring its own time and generation."""
         fields = dict(report.fields)
         if report.kind == "step":
-            if fields.pop(AGAIN, None) is not None and fields.get("step") == self._last_step:
-                return
-            self._last_step = fields.get("step")
+            fields.pop(AGAIN, None)  # what agents need to know of it
         t, number = fields.pop("t", None), fields.pop("generation", None)
         self._events.write(
             report.kind,
