@@ -26,6 +26,7 @@ class Vote:
         transferred: the activation for which it has got all state, while it waits for the others; "": none.
         activated: the last one that it has gone on from; "": none.
         ready: so many steps would count with what this worker has ready; 0: none beyond `step`.
+        unsettled: those, gone by now, of whose agreement it did not see the end: they may have come to one.
     """
 
     step: int = 0
@@ -37,6 +38,7 @@ class Vote:
     transferred: str = ""
     activated: str = ""
     ready: int = 0
+    unsettled: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Verdict:
             the first member sees.
         leaving: members that go at the next step boundary: the plan gives them nothing to do, and what only they have
             moves to the others now.
+        unsettled: workers that are gone, and may have settled the step in an agreement that not all came to.
     """
 
     step: int
@@ -64,6 +67,7 @@ class Verdict:
     facts: tuple[dict[str, Any], ...] = ()
     saved: int | None = None
     leaving: tuple[str, ...] = ()
+    unsettled: tuple[str, ...] = ()
 
     @property
     def passed(self) -> int:

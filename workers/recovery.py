@@ -19,7 +19,7 @@ from functools import partial
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import CollectiveFailed, ElaunchError, GenerationChanged, LinkLost, StateError, StepInterrupted
 from elaunch.rendezvous.membership import Generation, names_text
-from elaunch.wire import Joined, Progress, Report, Unreachable
+from elaunch.wire import MOST_NAMES, Joined, Progress, Report, Unreachable
 from elaunch.workers import heartbeat
 from elaunch.workers.agent_client import Client
 from elaunch.workers.comm.group import Group, neighbours
@@ -79,8 +79,8 @@ class Left(ElaunchError):
 
 
 @dataclass(slots=True)
-class _Clock:
-    """When the phases of the transition under way ended, in Unix seconds; `interrupted`: it came in mid-step."""
+class _Transition:
+    """The one under way: when its phases ended, in Unix seconds; `interrupted`: it came in mid-step."""
 
     cause: str = ""
     begin_t: float = 0.0
@@ -89,6 +89,7 @@ class _Clock:
     phases: dict[str, float] = field(default_factory=dict)
     bytes_moved: int = 0
     moved_over: str | None = None
+    unsettled: set[str] = field(default_factory=set)  # members of the agreements that did not come to an end here
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class Recovery:
         self._verdict: Verdict | None = None
         self._group: Group | None = None
         self._told_t: dict[int, float] = {}
-        self._clock: _Clock | None = None
+        self._transition: _Transition | None = None
         self._noted: Generation | None = None
         self._due: Generation | None = None  # of which all members knew at the last boundary
         self._firm = False  # all come to what is being entered: a planned change waits for the next boundary
@@ -238,9 +239,9 @@ class Recovery:
             self._entering, self._firm, self._verdict = True, True, None
         if self._parted[0] == self.generation.number:
             self._leaving = self._parted[1]  # they have given all away, and are to get nothing more
-        self._clock = _Clock(cause, now_t, now_t)
+        self._transition = _Transition(cause, now_t, now_t)
         try:
-            self._poll(self.generation, self._group, self._clock)
+            self._poll(self.generation, self._group, self._transition)
         except StepInterrupted as error:
             self.agree(error)
 
@@ -282,10 +283,10 @@ class Recovery:
         self._leaving, self._activations = (), 0
         self._transport.interrupt(generation.number)
         self._hooks.pause()
-        if self._clock is None:
+        if self._transition is None:
             begin_t = generation.cause_t or self._told_t.get(generation.number, started_t)
-            self._clock = _Clock(generation.cause, begin_t, self._told_t.get(generation.number, started_t))
-        self._clock.interrupted |= interrupted
+            self._transition = _Transition(generation.cause, begin_t, self._told_t.get(generation.number, started_t))
+        self._transition.interrupted |= interrupted
         newest = self._client.newest()
         if newest is not None and newest.number > generation.number and self._overtaken(newest, generation):
             raise GenerationChanged(newest.number)
@@ -294,12 +295,12 @@ class Recovery:
         self._transport.retain(generation.ids)
         self._transport.introduce({worker.id: worker.address for worker in generation.workers})
         self._transport.connect(self._peers(generation), generation=generation.number, timeout_s=CONNECT_TIMEOUT_S)
-        self._clock.phases["connect_s"] = time.time() - started_t
+        self._transition.phases["connect_s"] = time.time() - started_t
         domains = {worker.id: worker.domain for worker in generation.workers}
         self._group = Group(self._transport, generation.number, generation.ids, domains=domains)
-        self._poll(generation, self._group, self._clock, started_t - self._clock.told_t)
+        self._poll(generation, self._group, self._transition, started_t - self._transition.told_t)
 
-    def _poll(self, generation: Generation, group: Group, clock: _Clock, before_s: float = 0.0) -> None:
+    def _poll(self, generation: Generation, group: Group, transition: _Transition, before_s: float = 0.0) -> None:
         """All votes go to all members.
 
         Nobody goes on in an activation before all have their state. So where a member has, those that were interrupted
@@ -307,21 +308,25 @@ class Recovery:
         gave away. It is the rule of the commit barrier, for the place of the state instead of a step.
         """
         begin_t = time.time()
-        votes = self._votes(group)
+        transition.unsettled.update(generation.ids)
+        votes = self._votes(group, transition)
         unfinished = {vote.transferred for vote in votes} & {vote.activated for vote in votes if vote.activated}
         if unfinished:
             if self._transferred is not None and self._transferred.name in unfinished:
                 self._go_on(self._transferred)
-            votes = self._votes(group)
+            votes = self._votes(group, transition)
         self._transferred = None
-        self._verdict = replace(agree(votes, generation.begun), leaving=self._leaving)
+        unsettled = tuple(sorted({one for vote in votes for one in vote.unsettled}))
+        self._verdict = replace(agree(votes, generation.begun), leaving=self._leaving, unsettled=unsettled)
         self._hooks.agreed(generation, self._verdict)
-        clock.phases["agree_s"] = time.time() - begin_t + before_s
+        transition.unsettled.clear()
+        transition.phases["agree_s"] = time.time() - begin_t + before_s
 
-    def _votes(self, group: Group) -> list[Vote]:
+    def _votes(self, group: Group, transition: _Transition) -> list[Vote]:
         """Returns the votes of all members, as they are now."""
         transferred = self._transferred.name if self._transferred is not None else ""
-        vote = replace(self._hooks.vote(), transferred=transferred, activated=self._activated)
+        gone = tuple(sorted(transition.unsettled.difference(group.members)))[:MOST_NAMES]
+        vote = replace(self._hooks.vote(), transferred=transferred, activated=self._activated, unsettled=gone)
         return [Vote(**one) for one in group.gather_on_entry(asdict(vote))]
 
     def _go_on(self, activation: _Activation) -> None:
@@ -332,7 +337,7 @@ class Recovery:
     def _activate(self) -> None:
         assert self._group is not None
         assert self._verdict is not None
-        assert self._clock is not None
+        assert self._transition is not None
         generation, group, verdict = self.generation, self._group, self._verdict
         t0 = time.time()
         decision = self._hooks.plan(generation, group, verdict)
@@ -340,12 +345,12 @@ class Recovery:
         self._activations += 1
         received_bytes = self._hooks.transfer(group, verdict)
         self._transferred = _Activation(f"{generation.number}.{self._activations}", generation, group, verdict)
-        self._clock.bytes_moved += sum(map(int, group.all_gather_bytes(str(received_bytes).encode())))
-        self._clock.moved_over = group.paths.last if group.paths is not None else None
+        self._transition.bytes_moved += sum(map(int, group.all_gather_bytes(str(received_bytes).encode())))
+        self._transition.moved_over = group.paths.last if group.paths is not None else None
         with self._lock:
             self._firm = True  # all have what the plan gives them
         t2 = time.time()
-        self._clock.phases |= {"plan_s": t1 - t0, "transfer_s": t2 - t1}
+        self._transition.phases |= {"plan_s": t1 - t0, "transfer_s": t2 - t1}
         self._go_on(self._transferred)
         with self._lock:
             self._entering = False
@@ -375,26 +380,26 @@ class Recovery:
         Returns:
             What `committed` does.
         """
-        clock, self._clock = self._clock, None
-        if clock is None or self._group is None:
+        transition, self._transition = self._transition, None
+        if transition is None or self._group is None:
             return None
-        phases = {"detect_s": clock.told_t - clock.begin_t, **clock.phases}
+        phases = {"detect_s": transition.told_t - transition.begin_t, **transition.phases}
         # Clocks of two machines may differ.
         fixed_s = sum(max(0.0, phases.get(name, 0.0)) for name in ("detect_s", "connect_s", "plan_s"))
         if self._group.rank != 0:
             return fixed_s
         now_t = time.time()
-        total_s = now_t - clock.begin_t
+        total_s = now_t - transition.begin_t
         phases["resume_s"] = max(0.0, total_s - sum(phases.values()))
-        moved_over = {"moved_over": clock.moved_over} if clock.moved_over and clock.bytes_moved else {}
+        moved_over = {"moved_over": transition.moved_over} if transition.moved_over and transition.bytes_moved else {}
         self._client.send(
             Report(
                 "transition",
                 {
                     "generation": self.generation.number,
-                    "cause": clock.cause,
-                    "interrupted": clock.interrupted,
-                    "bytes_moved": clock.bytes_moved,
+                    "cause": transition.cause,
+                    "interrupted": transition.interrupted,
+                    "bytes_moved": transition.bytes_moved,
                     **moved_over,
                     "phases": {name: round(seconds, 6) for name, seconds in phases.items()},
                     "total_s": round(total_s, 6),

@@ -10,7 +10,7 @@ import pytest
 from elaunch.errors import StateError
 from elaunch.plan.tiling import Plan
 from elaunch.rendezvous.membership import Generation, GenerationStage, Worker
-from elaunch.wire import AGAIN, Logged, Message, Report
+from elaunch.wire import AGAIN, MOST_NAMES, Logged, Message, Report
 from elaunch.workers.data_parallel.layout import SampleLayout, Share
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.member.notes import Notes, pack
@@ -239,7 +239,12 @@ def reports_of(steps: int, known: int = 0) -> tuple[list[Client], list[StepRepor
 
 
 def agree(
-    reports: Sequence[StepReports], steps: int, members: tuple[str, ...], left: str = "", is_planned: bool = False
+    reports: Sequence[StepReports],
+    steps: int,
+    members: tuple[str, ...],
+    left: str = "",
+    is_planned: bool = False,
+    unsettled: tuple[str, ...] = (),
 ) -> None:
     """The members of the next generation agree that so many steps have committed.
 
@@ -251,7 +256,7 @@ def agree(
     places: dict[bool, list[int]] = {True: [], False: []}
     for place, one in enumerate(reports):
         places[one.last is not None].append(place)
-    found = Verdict(steps, (), tuple(places[True]), tuple(places[False]), facts=facts)
+    found = Verdict(steps, (), tuple(places[True]), tuple(places[False]), facts=facts, unsettled=unsettled)
     for one in reports:
         one.agree(found, generation)
 
@@ -291,6 +296,29 @@ def test_a_newcomer_in_the_place_of_a_first_member_that_left_by_plan_asks_nobody
     newcomer.tell(Team(0, members), 3, 8, 0.25, range(10))  # type: ignore[arg-type]
     (said,) = [one for one in late.sent if isinstance(one, Report)]
     assert (said.fields["step"], said.fields.get(AGAIN)) == (8, again)
+
+
+def test_who_was_lost_after_an_agreement_that_others_did_not_come_to_may_have_reported_the_step() -> None:
+    """It had passed a barrier that the first member had not, so there it was to report that step."""
+    clients, reports = reports_of(8)
+    agree(reports[:2], 8, APART[:2], left=APART[0], unsettled=(APART[2],))
+    reports[0].tell(Team(0, APART[:2]), 4, 8, 0.25, range(10))  # type: ignore[arg-type]
+    (*_, said) = [one for one in clients[0].sent if isinstance(one, Report)]
+    assert (said.fields["step"], said.fields[AGAIN]) == (8, [APART[2]])
+
+    clients, reports = reports_of(8, known=7)
+    agree(reports[1:2], 8, APART[1:2], left=APART[0], unsettled=(APART[2],))
+    (said,) = [one for one in clients[1].sent if isinstance(one, Report)]
+    assert (said.fields["step"], said.fields[AGAIN]) == (7, [APART[0], APART[2]])
+
+
+def test_the_likeliest_are_named_where_more_may_have_reported_a_step_than_a_report_names() -> None:
+    clients, reports = reports_of(8)
+    lost = tuple(f"a/{n}#0" for n in range(1, 2 * MOST_NAMES))
+    agree(reports[1:], 8, APART[1:], left=APART[0], unsettled=lost)
+    reports[1].tell(Team(0, APART[1:]), 4, 8, 0.25, range(10))  # type: ignore[arg-type]
+    named = [one for one in clients[1].sent if isinstance(one, Report)][-1].fields[AGAIN]
+    assert (named[0], len(named)) == (APART[0], MOST_NAMES)
 
 
 def test_steps_that_a_lost_agent_had_not_written_are_reported_by_one_of_the_others() -> None:

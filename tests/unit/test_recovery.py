@@ -185,3 +185,31 @@ def test_who_was_interrupted_after_the_transfer_goes_on_from_it_if_another_membe
     first = ["vote", "transfer 3", "vote"]
     goes_on = ["resume 3", "vote"] if others_went_on else []
     assert hooks.calls == [*first, *goes_on, "transfer 4", "resume 4"]
+
+
+def test_those_that_may_have_settled_the_step_while_this_worker_was_interrupted_are_named_until_it_has_settled_it(
+    transports: Sequence[Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In generation 3 all votes have come to the other member, and not to this one; then the other one is lost."""
+    transport, other = transports
+    here, there = Worker(ME, "a", 0, transport.address), Worker(other.worker, "b", 0, other.address)
+    agent, verdicts = Agent(), list[tuple[int, tuple[str, ...]]]()
+
+    class Settling(Runtime):
+        def agreed(self, generation: Generation, verdict: Verdict) -> None:
+            verdicts.append((generation.number, verdict.unsettled))
+
+    class Interrupted(Group):
+        def gather_on_entry(self, value: Any) -> list[Any]:
+            if self.generation == 3:
+                agent.tells(Generation(4, GenerationStage.TRAIN, (here,), aborts_step_before=4, begun=True))
+                raise GenerationChanged(4)
+            return super().gather_on_entry(value)
+
+    monkeypatch.setattr(recovery, "Group", Interrupted)
+    membership = Recovery(agent, transport, Settling())  # type: ignore[arg-type]
+    agent.tells(Generation(3, GenerationStage.TRAIN, (here, there), aborts_step_before=3, begun=True))
+    membership.settle()
+    agent.tells(Generation(5, GenerationStage.TRAIN, (here,), aborts_step_before=5, begun=True))
+    membership.agree()
+    assert verdicts == [(4, (other.worker,)), (5, ())]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from elaunch.rendezvous.membership import Generation, node_of
-from elaunch.wire import AGAIN, Logged, Report
+from elaunch.wire import AGAIN, MOST_NAMES, Logged, Report
 from elaunch.workers.agent_client import Client
 from elaunch.workers.comm.group import Group
 from elaunch.workers.data.order import digest
@@ -32,7 +32,7 @@ KEPT = "elaunch.kept"
 """Likewise: `StepReports.logged`, and the first step whose report the voter keeps."""
 
 GONE = "elaunch.gone"
-"""Likewise: the first members that were lost since the last step, as far as the voter knows."""
+"""Likewise: members that were lost since the last step and may have reported it, as far as the voter knows."""
 
 TELLERS = "elaunch.tellers"
 """Likewise: the first member of the generation that the voter leaves, and who was to report the last step in its place.
@@ -83,6 +83,12 @@ def _all_told(verdict: Verdict, known: Told | None) -> list[Told]:
 
 def _named(verdict: Verdict, fact: str) -> set[str]:
     return {one for facts in verdict.facts for one in facts.get(fact, ())}
+
+
+def _gone(generation: Generation, *names: Iterable[str]) -> list[str]:
+    """Returns those that are no members of a generation, the likeliest first, as many as a report may name."""
+    named = dict.fromkeys(one for some in names for one in sorted(some))
+    return [one for one in named if one and one not in generation.ids][:MOST_NAMES]
 
 
 def _tellers(verdict: Verdict, generation: Generation) -> set[str]:
@@ -164,7 +170,7 @@ class StepReports:
         self._client = client
         self._commit_s = time.monotonic()
         self._heir = ""  # who was to report the last step in the place of the first member
-        self._gone: list[str] = []  # first members that were lost since the last step, and may have reported it
+        self._gone: list[str] = []  # members that were lost since the last step, and may have reported it
         self._kept: dict[int, tuple[str, dict[str, Any]]] = {}  # of steps in a row: who has reported it, the fields
         self.last: dict[str, Any] | None = None
         self.told: Told | None = None
@@ -239,8 +245,7 @@ class StepReports:
         """
         mine, steps, known = self._client.worker, verdict.step, self.told
         worker, lost = lost_steps(verdict, generation)
-        gone = _named(verdict, GONE) | _tellers(verdict, generation)
-        self._gone = sorted(one for one in gone if one and one not in generation.ids)
+        self._gone = _gone(generation, _tellers(verdict, generation), _named(verdict, GONE), verdict.unsettled)
         for step in lost:
             teller, fields = self._kept.get(step, ("", {}))
             if teller and node_of(teller) not in generation.nodes:
@@ -250,7 +255,7 @@ class StepReports:
         self._heir = generation.ids[verdict.passed]
         if tells_again(verdict, generation, mine, known):
             told_by = {teller for _, teller in _all_told(verdict, known)}
-            self.tell_again(steps, sorted({*self._gone, *told_by - {"", *generation.ids}}))
+            self.tell_again(steps, _gone(generation, told_by, self._gone))
         reported = last_told(verdict, generation, known)
         if reported is not None and (known is None or known[0] < steps) and steps and not verdict.fresh:
             self.told = reported  # also for when its teller, and all others who know, have left
