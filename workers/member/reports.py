@@ -58,6 +58,16 @@ Told = Sequence[Any]
 """The number of a step that was reported, and the worker that did; "" where a log is known to have it."""
 
 
+def is_planned(generation: Generation, agreed: int) -> bool:
+    """Returns whether nothing has broken between an agreement of a worker and this generation, which it enters.
+
+    Args:
+        generation: that it enters.
+        agreed: number of the generation of its last agreement; 0: there is none.
+    """
+    return 0 < generation.aborts_step_before <= agreed
+
+
 def last_told(verdict: Verdict, generation: Generation, known: Told | None) -> Told | None:
     """Returns who has reported the last step that has committed; None: nobody who counts, as the members vote.
 
@@ -99,8 +109,7 @@ def _tellers(verdict: Verdict, generation: Generation) -> set[str]:
     """
     tellers = set[str]()
     for facts in verdict.facts:
-        is_planned = 0 < generation.aborts_step_before <= facts.get(AGREED, 0)
-        tellers.update(facts.get(TELLERS, ())[is_planned:])
+        tellers.update(facts.get(TELLERS, ())[is_planned(generation, facts.get(AGREED, 0)) :])
     return tellers
 
 
