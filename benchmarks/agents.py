@@ -44,7 +44,7 @@ from tests.forks import Forked, ForkServer
 from tests.helpers import LAUNCHER_MODULES
 
 JOB = "agents"
-START_S = 400.0
+START_S = 240.0
 CHANGE_S = 60.0
 CALM_S = 2.0
 QUIET = ("--health-policy=off", "--hang-timeout=off")
