@@ -316,7 +316,9 @@ PARSERS = [
     ),
     Parser(
         "behind the token",
-        lambda line: link_wire.read_hello(b"elaunch/6 secret " + line, "secret"),
+        lambda line: link_wire.read_hello(
+            b"elaunch/7 3 %s " % link_wire.derive_proof("secret", 3).encode() + line, "secret"
+        ),
         ProtocolError,
         [b'{"from": "a/0#0", "for": "probe"}\n'],
     ),

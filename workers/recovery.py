@@ -181,6 +181,7 @@ class Recovery:
 
     def _on_generation(self, generation: Generation) -> None:
         """In the client's thread: wake the training thread if it must not go on, else prepare the links."""
+        self._transport.hear(generation.number)
         with self._lock:
             self._told_t[generation.number] = time.time()
             if generation.ids:
@@ -372,14 +373,11 @@ class Recovery:
         if self._progressed != self.generation.number:
             self._progressed = self.generation.number
             self._client.send(Progress(self._progressed))
+            self._transport.settle(self._progressed)
         return self.changed()
 
     def changed(self) -> float | None:
-        """Tells that the transition is over, where no step follows it at once.
-
-        Returns:
-            What `committed` does.
-        """
+        """Tells that the transition is over, where no step follows it at once; returns what `committed` does."""
         transition, self._transition = self._transition, None
         if transition is None or self._group is None:
             return None

@@ -166,7 +166,7 @@ def test_with_a_secret_nobody_in_between_reads_and_nobody_else_joins(
     assert len(heard) > 100_000
     assert token not in heard
     assert FRAME.search(heard) is None
-    for word in (b"elaunch/6 ", b"/elaunch/job", b"b/0#0", SECRET.encode()):
+    for word in (b"elaunch/7 ", b"/elaunch/job", b"b/0#0", SECRET.encode()):
         assert word not in heard
     assert not any(folder.exists() for folder in folders), "keys go with their node"
     expected, samples, _ = reference(spawn, tmp_path, *STEPS)
@@ -183,7 +183,7 @@ def test_without_a_secret_links_are_encrypted_and_the_store_is_not(pair: Pair, t
         heard = listening.take()
         assert pair.token("") in heard, "in the store's documents"
         assert (FRAME.search(heard) is not None) == (encryption == "off")
-        assert (b"elaunch/6 " in heard) == (encryption == "off")
+        assert (b"elaunch/7 " in heard) == (encryption == "off")
     finally:
         listening.close()
     (tmp_path / "gate").touch()

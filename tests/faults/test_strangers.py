@@ -38,9 +38,10 @@ THREE = ("--standalone", "--nproc-per-node=3")
 LINES = [
     b"[" * 4000 + b"\n",
     b'{"elaunch":1,"token":"\\ud800","from":"a","for":"link"}\n',
-    b"elaunch/6 " + b"[" * 4000 + b"\n",
-    b"elaunch/6 \xff\xfe {}\n",
-    b'elaunch/6 0123456789abcdef0123456789abcdef {"from": "node0/0#0", "for": "link"}\n{"go": true}\n',
+    b"elaunch/7 " + b"[" * 4000 + b"\n",
+    b"elaunch/7 \xff\xfe {}\n",
+    b"elaunch/7 1 " + b"[" * 4000 + b"\n",
+    b'elaunch/7 1 0123456789abcdef0123456789abcdef {"from": "node0/0#0", "for": "link"}\n{"go": true}\n',
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     b"\n" * 5000,

@@ -130,6 +130,9 @@ def test_a_wrong_token_is_refused_with_a_reason() -> None:
             stranger.close()
 
 
+PROOF = f"elaunch/7 3 {wire.derive_proof('secret', 3)} ".encode()
+"""What a line begins with that is read to its end."""
+
 HOSTILE = [
     b"GET / HTTP/1.1\r\n",
     b"[]\n",
@@ -137,12 +140,16 @@ HOSTILE = [
     b"[" * 4000 + b"\n",
     b'{"elaunch": 99}\n',
     b'{"elaunch":1,"token":"\\ud800","from":"a","for":"link"}\n',
-    b"elaunch/6 wrong {}\n",
-    b"elaunch/6 secret " + b"[" * 4000 + b"\n",
-    b'elaunch/6 secret {"from": "\\ud800", "for": "link"}\n',
-    b'elaunch/6 secret {"from": 7, "for": "link"}\n',
-    b'elaunch/6 secret {"from": "a", "for": "link"}\n' + b"[" * 4000 + b"\n",
-    b'elaunch/6 secret {"from": "a", "for": "link"}\n{"go": 1}\n',
+    b"elaunch/7 wrong {}\n",
+    b"elaunch/7 " + b"9" * 4000 + b" {}\n",
+    b"elaunch/7 4 " + PROOF.split()[2] + b" {}\n",
+    b"elaunch/7 -3 " + PROOF.split()[2] + b" {}\n",
+    b"elaunch/7 3 secret {}\n",
+    PROOF + b"[" * 4000 + b"\n",
+    PROOF + b'{"from": "\\ud800", "for": "link"}\n',
+    PROOF + b'{"from": 7, "for": "link"}\n',
+    PROOF + b'{"from": "a", "for": "link"}\n' + b"[" * 4000 + b"\n",
+    PROOF + b'{"from": "a", "for": "link"}\n{"go": 1}\n',
 ]
 
 
@@ -169,10 +176,38 @@ def test_the_listener_survives_strangers(line: bytes, capfd: pytest.CaptureFixtu
 def test_the_token_is_compared_before_anything_else_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
     monkeypatch.setattr("elaunch.workers.comm.wire.json.loads", read.append)
-    for line in HOSTILE[:7]:
+    for line in HOSTILE[:11]:
         with pytest.raises(ProtocolError):
             wire.read_hello(line, "secret")
     assert read == []
+
+
+def test_who_has_heard_of_no_generation_in_which_all_have_committed_hears_how_far_they_are_and_gets_no_link() -> None:
+    with crew(2, connected=False) as (a, b):
+        members = {each.worker: each.address for each in (a, b)}
+        for generation in (1, 4):
+            b.hear(generation)
+        b.interrupt(4)
+        b.settle(4)
+        a.hear(3)
+        with pytest.raises(GenerationChanged) as raised:
+            a.connect(members, generation=3, timeout_s=PATIENCE_S)
+        assert raised.value.args == GenerationChanged(4).args
+        wait_until(lambda: not b.peers and not b._listener._handshakes, PATIENCE_S, "b to have dropped it")
+        probe = socket.create_connection(split_address(b.address))
+        assert a._listener.ask_name(probe, time.monotonic() + PATIENCE_S) == b.worker
+        a.interrupt(4)
+        a.retain(())
+        connect_all([a, b], generation=4)
+        assert (a.peers, b.peers) == ((b.worker,), (a.worker,))
+
+
+def test_who_has_heard_of_a_newer_generation_than_others_gets_its_links() -> None:
+    with crew(2, connected=False) as (a, b):
+        b.settle(4)
+        a.hear(1_000_005)
+        a.prepare({each.worker: each.address for each in (b, a)})  # the last one dials
+        wait_until(lambda: b.peers == (a.worker,), PATIENCE_S, "the link")
 
 
 @pytest.mark.parametrize("links", ["unix", "tcp"], indirect=True)
@@ -533,16 +568,16 @@ def all_to_all(me: Transport, generation: int, bodies: dict[str, bytes]) -> list
 
 
 def test_handshake_lines_are_checked() -> None:
-    assert wire.read_hello(wire.hello_line("s", wire.Hello("a/0#0", "probe")), "s") == wire.Hello("a/0#0", "probe")
-    for line in (
-        b"{}\n",
-        b"elaunch/6 s null\n",
-        b"elaunch/6 s \xff\n",
-        b'elaunch/6 s {"from": "a"}\n',
-        b"elaunch/6 s \n",
-    ):
-        with pytest.raises(ProtocolError):
-            wire.read_hello(line, "s")
+    for generation in (0, 3, 1_000_003):
+        hello = wire.Hello("a/0#0", "probe", generation)
+        line = wire.hello_line("secret", hello)
+        assert wire.read_hello(line, "secret") == hello
+        assert b"secret" not in line
+    for rest in (b"null\n", b"\xff\n", b'{"from": "a"}\n', b"\n"):
+        with pytest.raises(ProtocolError, match=r"hello|line"):
+            wire.read_hello(PROOF + rest, "secret")
+    with pytest.raises(ProtocolError, match="not a worker"):
+        wire.read_hello(b"{}\n", "secret")
     with pytest.raises(ProtocolError, match="no room"):
         wire.read_ack(wire.refusal_line("no room"))
     with pytest.raises(ProtocolError):

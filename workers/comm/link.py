@@ -161,14 +161,19 @@ NEVER = 1 << 62
 
 @dataclass
 class Floors:
-    """The generations below which workers take part in nothing any more.
+    """The generations below which workers take part in nothing any more, and what this one knows of others.
 
     Attributes:
         own: this worker's.
         peers: of those that have said so when they were dialled.
+        heard: the newest generation that this worker knows of.
+        settled: the newest in which a step has committed here. All its members have heard of it, and whoever joins
+            later of a newer one; so nobody who has only heard of older ones is a member.
     """
 
     own: int = 0
+    heard: int = 0
+    settled: int = 0
     peers: dict[str, int] = field(default_factory=dict)
 
 

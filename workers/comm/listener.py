@@ -4,7 +4,8 @@ Both directions are handshakes on non-blocking sockets in one poll loop, so a si
 When two workers dial each other at the same time, the connection dialled by the greater identity stays.
 
 Anybody may connect. Whatever comes on a connection ends that connection at most: a line is bounded, so is its time, so
-is the number of connections that have not shown the job's token; of these the oldest goes first.
+is the number of connections that have not proved to know the job's token; of these the oldest goes first. Whoever shows
+a proof of a generation that all members have left behind hears how far they are, and gets no link.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class Listener:
             OSError: it does not answer in time.
         """
         with sock, secured_within(self._security, sock, deadline_s) as secured:
-            secured.sendall(wire.hello_line(self._token, wire.Hello(self._worker, "probe")))
+            secured.sendall(wire.hello_line(self._token, wire.Hello(self._worker, "probe", self._floors.heard)))
             line = b""
             while not line.endswith(b"\n"):
                 secured.settimeout(max(1e-3, deadline_s - time.monotonic()))
@@ -303,7 +304,8 @@ class Listener:
             self._greeted(handshake, line)
 
     def _greet(self, handshake: _Handshake) -> None:
-        handshake.socket.send(wire.hello_line(self._token, wire.Hello(self._worker, "link")))
+        hello = wire.Hello(self._worker, "link", self._floors.heard)
+        handshake.socket.send(wire.hello_line(self._token, hello))
         self._selector.modify(handshake.socket, selectors.EVENT_READ, handshake)
 
     def _judge(self, handshake: _Handshake) -> bool:
@@ -371,7 +373,7 @@ class Listener:
             handshake.socket.send(wire.refusal_line(str(error)))
             raise
         handshake.socket.send(wire.ack_line(self._worker, self._floors.own))
-        if hello.purpose == "probe":
+        if hello.purpose == "probe" or hello.generation < self._floors.settled:
             self._drop(handshake, None)
             return
         handshake.peer = hello.worker

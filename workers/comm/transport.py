@@ -73,7 +73,9 @@ class Transport:
         self._known: dict[str, str] = {}
         self._floors = Floors()
         self._entering = Entering()
-        self.mail = Letters(worker, token, self._known_address, lambda peer: self.check((peer,)), security)
+        self.mail = Letters(
+            worker, token, self._known_address, lambda peer: self.check((peer,)), security, self._floors
+        )
         self._watchers: list[Callable[[int], None]] = [self.mail.interrupt]
         self._closing = False
         self._closed = False
@@ -118,6 +120,7 @@ class Transport:
         `timeout_s`, and `GenerationChanged` when `interrupt` announces a generation above `generation`, or a member
         answers that it is in one.
         """
+        self.hear(generation)
         begin_s = time.monotonic()
         deadline_s, ask_s = begin_s + timeout_s, begin_s + ASK_S
         with heartbeat.waiting(sorted(members.keys() - {self.worker}), generation), self._changed:
@@ -195,6 +198,16 @@ class Transport:
                 self._replaced = []
             for link in closing:
                 link.close()
+
+    def hear(self, generation: int) -> None:
+        """Notes that this worker knows of a generation: links to its members need a proof of that. Any thread may."""
+        with self._changed:
+            self._floors.heard = max(self._floors.heard, generation)
+
+    def settle(self, generation: int) -> None:
+        """Notes that a step has committed in a generation: who has only heard of older ones gets no link any more."""
+        with self._changed:
+            self._floors.settled = max(self._floors.settled, generation)
 
     def interrupt(self, generation: int) -> None:
         """Makes operations of older generations, now and later, raise `GenerationChanged`. Any thread may call it."""

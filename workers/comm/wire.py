@@ -1,13 +1,16 @@
 """What travels on a link: three handshake lines, then frames.
 
-    dialler                                     acceptor
-      elaunch/6 TOKEN {"from", "for"}         ->
-                                              <-  {"worker"} or {"error"}
-      {"go": true}                            ->             only for a link or for mail, not for a probe
-      frames                                 <->             frames
+    dialler                                         acceptor
+      elaunch/7 GENERATION PROOF {"from", "for"}  ->
+                                                  <-  {"worker", "generation"} or {"error"}
+      {"go": true}                                ->             only for a link or for mail, not for a probe
+      frames                                     <->             frames
 
-Anybody can reach a worker's port. So the acceptor compares the first line with the version and the token it expects,
-byte by byte, and reads the rest only where they match. A link exists once the dialler has confirmed it, so a dial that
+The proof is derived from the job's token and the newest generation that the dialler has heard of, so the token itself
+does not travel, and what is overheard is of no use once a step has committed in a later generation (`Floors.settled`).
+
+Anybody can reach a worker's port. So the acceptor compares the first line with the version and the proof it expects,
+and reads the rest only where they match. A link exists once the dialler has confirmed it, so a dial that
 was given up leaves nothing behind on the other side.
 """
 
@@ -15,13 +18,14 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 import struct
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from elaunch.errors import ProtocolError
 
-VERSION = 6
+VERSION = 7
 LINE_BYTES = 4096
 """Upper bound of a handshake line, newline included."""
 
@@ -46,6 +50,7 @@ ANSWERS = FETCHED, REFUSED
 BODILESS = (*ANSWERS, ENTERED)
 
 _PROTOCOL = f"elaunch/{VERSION} ".encode()
+_GENERATION = re.compile(rb"(0|[1-9][0-9]{0,18}) ")
 _MAGIC = b"eL"
 _HEADER = struct.Struct("<2sBBIQQQ")
 _OFFER = struct.Struct("<QQQQQ")
@@ -84,10 +89,17 @@ class Offer(NamedTuple):
 
 @dataclass(frozen=True)
 class Hello:
-    """The dialler's first line."""
+    """The dialler's first line.
+
+    Attributes:
+        worker: its identity.
+        purpose: what it wants the connection for.
+        generation: the newest that it has heard of; 0: of none.
+    """
 
     worker: str
     purpose: Purpose
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,25 +146,28 @@ def unpack_offer(body: bytes) -> Offer:
 
 def hello_line(token: str, hello: Hello) -> bytes:
     """Returns the dialler's first line."""
-    return _credentials(token) + _line({"from": hello.worker, "for": hello.purpose})
+    return _credentials(token, hello.generation) + _line({"from": hello.worker, "for": hello.purpose})
 
 
 def read_hello(line: bytes, token: str) -> Hello:
     """Reads a dialler's first line.
 
     Raises:
-        ProtocolError: it has another version or token, or names no worker. The text is fit for the dialler.
+        ProtocolError: it has another version or no proof of the token, or names no worker. The text is fit for the
+            dialler.
     """
-    expected = _credentials(token)
+    if not line.startswith(_PROTOCOL):
+        raise ProtocolError(f"not a worker: this one speaks {_PROTOCOL.decode().strip()}")
+    digits = _GENERATION.match(line, len(_PROTOCOL))
+    generation = int(digits[1]) if digits else 0
+    expected = _credentials(token, generation)
     if not hmac.compare_digest(line[: len(expected)], expected):
-        if not line.startswith(_PROTOCOL):
-            raise ProtocolError(f"not a worker: this one speaks {_PROTOCOL.decode().strip()}")
         raise ProtocolError("wrong token: this worker belongs to another job")
     message = _object(line[len(expected) :])
     worker, purpose = message.get("from"), message.get("for")
     if not isinstance(worker, str) or not worker.isprintable() or purpose not in get_args(Purpose):
         raise ProtocolError(f"hello without a worker or purpose: from={worker!r} for={purpose!r}")
-    return Hello(worker, purpose)  # type: ignore[arg-type]  # it is one of them
+    return Hello(worker, purpose, generation)  # type: ignore[arg-type]  # it is one of them
 
 
 def ack_line(worker: str, generation: int) -> bytes:
@@ -188,8 +203,13 @@ def read_go(line: bytes) -> None:
         raise ProtocolError("expected the confirmation of a link")
 
 
-def _credentials(token: str) -> bytes:
-    return _PROTOCOL + token.encode() + b" "
+def _credentials(token: str, generation: int) -> bytes:
+    return _PROTOCOL + b"%d %s " % (generation, derive_proof(token, generation).encode())
+
+
+def derive_proof(token: str, generation: int) -> str:
+    """Returns what a worker shows of the job's token in a generation: 128 bits of HMAC-SHA256 (RFC 2104), in hex."""
+    return hmac.digest(token.encode(), b"elaunch link, generation %d" % generation, "sha256").hex()[:32]
 
 
 def _line(message: dict[str, Any]) -> bytes:

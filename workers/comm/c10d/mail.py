@@ -24,6 +24,7 @@ from elaunch.rendezvous.membership import split_address
 from elaunch.workers import heartbeat
 from elaunch.workers.comm import wire
 from elaunch.workers.comm.here import connect_here
+from elaunch.workers.comm.link import Floors
 from elaunch.workers.comm.listener import REDIAL_S, HungUp, read_line
 from elaunch.workers.comm.secure.security import LinkSecurity, secured_within
 from elaunch.workers.comm.secure.sockets import SecureSocket
@@ -141,6 +142,7 @@ class Letters:
         find: returns the address of a peer of the present generation; None: there is no such peer.
         look: raises what is known to be wrong with a peer that somebody waits for.
         security: says which connections are encrypted; None: none is.
+        floors: which generations this worker knows.
     """
 
     def __init__(
@@ -150,8 +152,10 @@ class Letters:
         find: Callable[[str], str | None],
         look: Callable[[str], None],
         security: LinkSecurity | None = None,
+        floors: Floors | None = None,
     ) -> None:
         self._security = security
+        self._floors = Floors() if floors is None else floors
         self._worker, self._token, self._find, self._look = worker, token, find, look
         # Under this lock: also every write into the memory of whoever has asked, so that none comes after `interrupt`.
         self._lock = threading.Lock()
@@ -267,7 +271,7 @@ class Letters:
         try:
             sock = secured_within(self._security, sock, time.monotonic() + CONNECT_TIMEOUT_S)
             sock.settimeout(CONNECT_TIMEOUT_S)
-            sock.sendall(wire.hello_line(self._token, wire.Hello(self._worker, "mail")))
+            sock.sendall(wire.hello_line(self._token, wire.Hello(self._worker, "mail", self._floors.heard)))
             line = b""
             while not line.endswith(b"\n"):
                 line += read_line(sock, len(line))
