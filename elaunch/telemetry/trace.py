@@ -246,7 +246,7 @@ def _draw_notes(
 
 
 def _draw_schedules(trace: _Trace, events: Sequence[Event]) -> None:
-    """Draws the schedule of each plan that has several stages or tiles a worker, over its first undisturbed step.
+    """Draws the schedule of each plan that a decision tells of, over the second step after it: the first may be slower.
 
     It is the planned one: logs tell no more of a step than its length, to which the schedule is scaled.
     """
