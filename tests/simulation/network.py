@@ -254,11 +254,13 @@ class _Dialler:
             transport._floors.peers[peer] = target._floors.own
             here, there = End(transport, peer), End(target, transport.worker)
             here.other, there.other = there, here
+            is_refused = transport._floors.heard < target._floors.settled
+            if not is_refused:
+                target._add(there)  # type: ignore[arg-type]
             transport._add(here)  # type: ignore[arg-type]
-            if transport._floors.heard < target._floors.settled:
+            if is_refused:
                 world.at(world.delay_s(peer), here.lose)  # the other one has hung up
                 return
-            target._add(there)  # type: ignore[arg-type]
             if world.fails(transport.worker, peer):
                 for end in (here, there):
                     world.at(world.delay_s(end.peer), end.lose)

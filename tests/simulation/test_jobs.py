@@ -217,6 +217,14 @@ def _leaves_a_failed_device_to_itself() -> Any:
     return ended, "reach", reach
 
 
+def _does_not_name_those_that_it_left_in_an_agreement() -> Any:
+    def gone(generation: Any, likeliest: Any, others: Any, unsettled: Any = ()) -> Any:
+        return original(generation, likeliest, others)
+
+    original = reports._gone
+    return reports, "_gone", gone
+
+
 NATIVE_DEFECTS = [
     (_takes_a_group_that_others_may_not_have, 10),
     (_takes_a_group_as_soon_as_it_is_open, 0),
@@ -227,6 +235,7 @@ NATIVE_DEFECTS = [
     (_does_the_step_again_while_the_backend_still_writes, 850),
     (_looks_at_no_link_while_it_waits, 142),
     (_leaves_a_failed_device_to_itself, 980),
+    (_does_not_name_those_that_it_left_in_an_agreement, 27668),
 ]
 
 
