@@ -305,6 +305,8 @@ def etcd_stream(data: bytes) -> list[bytes]:
     return list(call)
 
 
+PROOF = b"elaunch/7 3 %s " % link_wire.derive_proof("secret", 3).encode()
+
 PARSERS = [
     Parser("an answer of etcd", lambda data: connection.read("Txn", data), RpcError, [ETCD]),
     Parser("answers of etcd", etcd_stream, RpcError, [struct.pack(">BI", 0, len(ETCD)) + ETCD, b"\0\0\0\0\0"]),
@@ -316,9 +318,7 @@ PARSERS = [
     ),
     Parser(
         "behind the token",
-        lambda line: link_wire.read_hello(
-            b"elaunch/7 3 %s " % link_wire.derive_proof("secret", 3).encode() + line, "secret"
-        ),
+        lambda line: link_wire.read_hello(PROOF + line, "secret"),
         ProtocolError,
         [b'{"from": "a/0#0", "for": "probe"}\n'],
     ),
