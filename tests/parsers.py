@@ -305,7 +305,7 @@ def etcd_stream(data: bytes) -> list[bytes]:
     return list(call)
 
 
-PROOF = b"elaunch/7 3 %s " % link_wire.derive_proof("secret", 3).encode()
+PROOF = b"elaunch/8 3 %s " % link_wire.derive_proof("secret", 3).encode()
 
 PARSERS = [
     Parser("an answer of etcd", lambda data: connection.read("Txn", data), RpcError, [ETCD]),
@@ -322,7 +322,7 @@ PARSERS = [
         ProtocolError,
         [b'{"from": "a/0#0", "for": "probe"}\n'],
     ),
-    Parser("who answers a dial", link_wire.read_ack, ProtocolError, [link_wire.ack_line("a/0#0", 3)]),
+    Parser("who answers a dial", link_wire.read_ack, ProtocolError, [link_wire.ack_line(link_wire.Ack("a/0#0", 3, 2))]),
     Parser("the confirmation", link_wire.read_go, ProtocolError, [link_wire.go_line()]),
     Parser("header of a frame", link_header, ProtocolError, [FRAME]),
     Parser("frames", link_frames, (LinkLost, GenerationChanged), [FRAME]),

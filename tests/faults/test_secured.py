@@ -21,7 +21,7 @@ from cryptography import x509
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.security.identity import guest
 from elaunch.rendezvous.security.secret import SecuritySettings
-from elaunch.workers.comm.wire import derive_proof
+from elaunch.workers.comm.wire import VERSION, derive_proof
 from tests.faults.test_workers import left, reference
 from tests.helpers import Spawned, Spawner
 from tests.jobs.watch import (
@@ -41,7 +41,7 @@ SECRET = secrets.token_hex(16)
 STEPS = ("--steps", "60")
 PORT = 29400
 LIMIT_S = 60.0
-FRAME = re.compile(rb"eL\x07[\x01-\x07].{5}\x00{7}", re.DOTALL)
+FRAME = re.compile(b"eL%c[\x01-\x07].{5}\x00{7}" % VERSION, re.DOTALL)
 """The header of a frame of a link: magic, version, kind, part and generation."""
 
 ETH_P_ALL = 3
@@ -167,7 +167,7 @@ def test_with_a_secret_nobody_in_between_reads_and_nobody_else_joins(
     assert len(heard) > 100_000
     assert token not in heard
     assert FRAME.search(heard) is None
-    for word in (b"elaunch/7 ", b"/elaunch/job", b"b/0#0", SECRET.encode()):
+    for word in (b"elaunch/%d " % VERSION, b"/elaunch/job", b"b/0#0", SECRET.encode()):
         assert word not in heard
     assert not any(folder.exists() for folder in folders), "keys go with their node"
     expected, samples, _ = reference(spawn, tmp_path, *STEPS)
@@ -184,7 +184,7 @@ def test_without_a_secret_links_are_encrypted_and_the_store_is_not(pair: Pair, t
         heard = listening.take()
         assert pair.token("") in heard, "in the store's documents"
         assert (FRAME.search(heard) is not None) == (encryption == "off")
-        hellos = re.findall(rb"elaunch/7 (\d+) (\w+) ", heard)
+        hellos = re.findall(rb"elaunch/%d (\d+) (\w+) " % VERSION, heard)
         assert bool(hellos) == (encryption == "off")
         token = pair.token("").decode()
         assert all(proof.decode() == derive_proof(token, int(number)) for number, proof in hellos)

@@ -15,6 +15,7 @@ from elaunch.errors import GenerationChanged, LinkLost
 from elaunch.workers.comm.connection import LOOK_S
 from elaunch.workers.comm.link import BEFORE_ALL, Destination, Entering, Floors
 from elaunch.workers.comm.transport import Transport
+from elaunch.workers.comm.wire import Ack
 from tests.simulation.control_world import SILENT_S
 from tests.simulation.processes import Process
 
@@ -251,16 +252,14 @@ class _Dialler:
         ):
             transport._failed(peer, "connection refused")
         elif not transport._has(peer):
-            transport._floors.peers[peer] = target._floors.own
+            ack = Ack(peer, target._floors.own, target._floors.settled)
+            if not transport._floors.heed(ack, transport._floors.heard):
+                transport._failed(peer, None)
+                return
             here, there = End(transport, peer), End(target, transport.worker)
             here.other, there.other = there, here
-            is_refused = transport._floors.heard < target._floors.settled
-            if not is_refused:
-                target._add(there)  # type: ignore[arg-type]
+            target._add(there)  # type: ignore[arg-type]
             transport._add(here)  # type: ignore[arg-type]
-            if is_refused:
-                world.at(world.delay_s(peer), here.lose)  # the other one has hung up
-                return
             if world.fails(transport.worker, peer):
                 for end in (here, there):
                     world.at(world.delay_s(end.peer), end.lose)

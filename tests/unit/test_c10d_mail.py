@@ -149,6 +149,25 @@ def test_who_waits_is_interrupted_and_the_next_generation_has_its_own_messages()
         assert stale.is_completed()
 
 
+def test_a_message_to_a_peer_whose_generation_this_worker_has_not_heard_of_ends_with_that() -> None:
+    with crew(2, connected=False) as (one, other):
+        introduce_all([one, other])
+        one.hear(3)
+        other.interrupt(4)
+        other.settle(4)
+        letter = one.mail.send(other.worker, Channel(3, 0, 0), memoryview(b"1234"))
+        with pytest.raises(GenerationChanged) as raised:
+            Task(letter.wait).result(10)
+        assert raised.value.args == GenerationChanged(4).args
+        one.interrupt(4)
+        one.hear(4)
+        got = memoryview(bytearray(4))
+        sent = one.mail.send(other.worker, Channel(4, 0, 0), memoryview(b"5678"))
+        other.mail.receive(one.worker, Channel(4, 0, 0), got).wait()
+        sent.wait()
+        assert bytes(got) == b"5678"
+
+
 def test_an_owner_takes_the_interruption_of_a_message() -> None:
     taken: list[StepInterrupted] = []
     with crew(2) as transports:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -130,7 +131,7 @@ def test_a_wrong_token_is_refused_with_a_reason() -> None:
             stranger.close()
 
 
-PROOF = f"elaunch/7 3 {wire.derive_proof('secret', 3)} ".encode()
+PROOF = f"elaunch/8 3 {wire.derive_proof('secret', 3)} ".encode()
 """What a line begins with that is read to its end."""
 
 HOSTILE = [
@@ -140,11 +141,11 @@ HOSTILE = [
     b"[" * 4000 + b"\n",
     b'{"elaunch": 99}\n',
     b'{"elaunch":1,"token":"\\ud800","from":"a","for":"link"}\n',
-    b"elaunch/7 wrong {}\n",
-    b"elaunch/7 " + b"9" * 4000 + b" {}\n",
-    b"elaunch/7 4 " + PROOF.split()[2] + b" {}\n",
-    b"elaunch/7 -3 " + PROOF.split()[2] + b" {}\n",
-    b"elaunch/7 3 secret {}\n",
+    b"elaunch/8 wrong {}\n",
+    b"elaunch/8 " + b"9" * 4000 + b" {}\n",
+    b"elaunch/8 4 " + PROOF.split()[2] + b" {}\n",
+    b"elaunch/8 -3 " + PROOF.split()[2] + b" {}\n",
+    b"elaunch/8 3 secret {}\n",
     PROOF + b"[" * 4000 + b"\n",
     PROOF + b'{"from": "\\ud800", "for": "link"}\n',
     PROOF + b'{"from": 7, "for": "link"}\n',
@@ -182,24 +183,59 @@ def test_the_token_is_compared_before_anything_else_is_read(monkeypatch: pytest.
     assert read == []
 
 
-def test_who_has_heard_of_no_generation_in_which_all_have_committed_hears_how_far_they_are_and_gets_no_link() -> None:
-    with crew(2, connected=False) as (a, b):
-        members = {each.worker: each.address for each in (a, b)}
+@contextmanager
+def one_behind() -> Iterator[tuple[Transport, Transport, list[str]]]:
+    """Two workers, of which the second has committed in generation 4 and the first has heard of generation 3; and who
+    has greeted the second one.
+    """
+    with crew(2, connected=False) as (a, b), pytest.MonkeyPatch.context() as patch:
         for generation in (1, 4):
             b.hear(generation)
         b.interrupt(4)
         b.settle(4)
         a.hear(3)
+        greeted: list[str] = []
+        read = wire.read_hello
+
+        def notes(line: bytes, token: str) -> wire.Hello:
+            greeted.append((hello := read(line, token)).worker)
+            return hello
+
+        patch.setattr(wire, "read_hello", notes)
+        yield a, b, greeted
+
+
+def test_who_has_heard_of_no_generation_in_which_all_have_committed_hears_how_far_they_are_and_gets_no_link() -> None:
+    with one_behind() as (a, b, greeted):
+        members = addresses((b, a))  # the last one dials
+        added: list[str] = []
+        a._add = lambda link: added.append(link.peer)  # type: ignore[method-assign]
         with pytest.raises(GenerationChanged) as raised:
             a.connect(members, generation=3, timeout_s=PATIENCE_S)
         assert raised.value.args == GenerationChanged(4).args
         wait_until(lambda: not b.peers and not b._listener._handshakes, PATIENCE_S, "b to have dropped it")
+        time.sleep(5 * listener.REDIAL_S)
+        assert (greeted, a._failures, added) == ([a.worker], {}, []), "it was dialled again, or gave a link"
+        del a._add
         probe = socket.create_connection(split_address(b.address))
         assert a._listener.ask_name(probe, time.monotonic() + PATIENCE_S) == b.worker
         a.interrupt(4)
-        a.retain(())
         connect_all([a, b], generation=4)
         assert (a.peers, b.peers) == ((b.worker,), (a.worker,))
+
+
+def test_who_hears_of_the_generation_while_it_dials_dials_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with one_behind() as (a, b, greeted):
+        read = wire.read_ack
+
+        def hears_first(line: bytes) -> wire.Ack:
+            a.hear(4)
+            return read(line)
+
+        monkeypatch.setattr(wire, "read_ack", hears_first)
+        a.prepare(addresses((b, a)))
+        wait_until(lambda: b.peers == (a.worker,), PATIENCE_S, "the link")
+        assert (a.peers, greeted) == ((b.worker,), [a.worker, a.worker])
 
 
 def test_who_has_heard_of_a_newer_generation_than_others_gets_its_links() -> None:

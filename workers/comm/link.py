@@ -18,6 +18,7 @@ from elaunch.errors import LinkLost
 from elaunch.workers.comm.connection import HANG_UP, Connection
 from elaunch.workers.comm.incoming import Destination, Incoming
 from elaunch.workers.comm.outgoing import Outgoing
+from elaunch.workers.comm.wire import Ack
 
 __all__ = ["Destination", "Entering", "Floors", "Link", "LinkBeside"]
 
@@ -175,6 +176,11 @@ class Floors:
     heard: int = 0
     settled: int = 0
     peers: dict[str, int] = field(default_factory=dict)
+
+    def heed(self, ack: Ack, shown: int) -> bool:
+        """Takes in what a peer has answered to a proof of a generation; returns whether it makes a link."""
+        self.peers[ack.worker] = max(ack.generation, ack.settled)
+        return shown >= ack.settled
 
 
 class Entering:

@@ -65,6 +65,7 @@ class _Handshake:
 
     Attributes:
         order: that of one which this side dialled.
+        shown: the generation of whose proof this side has shown there.
         is_judged: it is known whether it is encrypted.
         is_securing: encryption is agreed on just now.
     """
@@ -73,6 +74,7 @@ class _Handshake:
     deadline_s: float
     peer: str = ""
     order: _Order | None = None
+    shown: int = 0
     connected: bool = True
     line: bytes = b""
     is_mail: bool = False
@@ -97,7 +99,8 @@ class Listener:
     """Listens on (`host`, a free port), and for workers of this machine on a Unix socket.
 
     `joined(peer, socket)` is called, on the listener's thread, for each connection that passed the handshake in either
-    direction, `failed(peer, why)` for each dial that did not. `linked(peer)` says whether a dial is needed at all.
+    direction, `failed(peer, why)` for each dial that did not; without a reason where this worker has not heard of a
+    generation that the peer's links need, as `floors.peers` tells. `linked(peer)` says whether a dial is needed at all.
     Whoever dials is told `floors.own`; `floors.peers` takes what is heard of those that are dialled, before `joined`.
     `mail(peer, socket)` gets the connections that carry messages to this worker, which are no links (`c10d.mail`).
     `died(error)` is called if the thread fails; by default that ends the process, since a worker that no peer can
@@ -111,7 +114,7 @@ class Listener:
         host: str,
         linked: Callable[[str], bool],
         joined: Callable[[str, socket.socket], None],
-        failed: Callable[[str, str], None],
+        failed: Callable[[str, str | None], None],
         died: Callable[[BaseException], None] = _end_worker,
         mail: Callable[[str, socket.socket], None] | None = None,
         floors: Floors | None = None,
@@ -157,12 +160,7 @@ class Listener:
             OSError: it does not answer in time.
         """
         with sock, secured_within(self._security, sock, deadline_s) as secured:
-            secured.sendall(wire.hello_line(self._token, wire.Hello(self._worker, "probe", self._floors.heard)))
-            line = b""
-            while not line.endswith(b"\n"):
-                secured.settimeout(max(1e-3, deadline_s - time.monotonic()))
-                line += read_line(secured, len(line))
-        return wire.read_ack(line).worker
+            return greet(secured, self._token, wire.Hello(self._worker, "probe", self._floors.heard), deadline_s).worker
 
     def close(self) -> None:
         """Stops the thread and closes what has not become a link."""
@@ -304,7 +302,8 @@ class Listener:
             self._greeted(handshake, line)
 
     def _greet(self, handshake: _Handshake) -> None:
-        hello = wire.Hello(self._worker, "link", self._floors.heard)
+        handshake.shown = self._floors.heard
+        hello = wire.Hello(self._worker, "link", handshake.shown)
         handshake.socket.send(wire.hello_line(self._token, hello))
         self._selector.modify(handshake.socket, selectors.EVENT_READ, handshake)
 
@@ -372,8 +371,9 @@ class Listener:
         except ProtocolError as error:
             handshake.socket.send(wire.refusal_line(str(error)))
             raise
-        handshake.socket.send(wire.ack_line(self._worker, self._floors.own))
-        if hello.purpose == "probe" or hello.generation < self._floors.settled:
+        ack = wire.Ack(self._worker, self._floors.own, self._floors.settled)
+        handshake.socket.send(wire.ack_line(ack))
+        if hello.purpose == "probe" or hello.generation < ack.settled:
             self._drop(handshake, None)
             return
         handshake.peer = hello.worker
@@ -391,7 +391,13 @@ class Listener:
             return
         if ack.worker != handshake.peer:
             raise ProtocolError(f"{ack.worker} answered at this address")
-        self._floors.peers[ack.worker] = ack.generation
+        if not self._floors.heed(ack, handshake.shown):
+            if self._floors.heard >= ack.settled:  # by now
+                self._hung_up(handshake, f"its links need a proof of generation {ack.settled}")
+            else:
+                self._drop(handshake, None)
+                self._failed(handshake.peer, None)
+            return
         handshake.socket.send(wire.go_line())
         self._settle(handshake)
 
@@ -425,6 +431,23 @@ class Listener:
         self._strangers.pop(handshake, None)
         with contextlib.suppress(KeyError, ValueError):  # it was never registered, or is not any more
             self._selector.unregister(handshake.socket)
+
+
+def greet(sock: socket.socket, token: str, hello: wire.Hello, deadline_s: float) -> wire.Ack:
+    """Says who dials on a connection that blocks, and returns what the other end answers.
+
+    Raises:
+        ProtocolError: it does not want the connection.
+        HungUp: it has hung up; so `ConnectionError`.
+        OSError: it does not answer in time.
+    """
+    line = b""
+    sock.settimeout(max(1e-3, deadline_s - time.monotonic()))
+    sock.sendall(wire.hello_line(token, hello))
+    while not line.endswith(b"\n"):
+        sock.settimeout(max(1e-3, deadline_s - time.monotonic()))
+        line += read_line(sock, len(line))
+    return wire.read_ack(line)
 
 
 def read_line(sock: socket.socket, have_bytes: int = 0) -> bytes:

@@ -468,9 +468,10 @@ class Transport:
                 self._rouse()
             self._changed.notify_all()
 
-    def _failed(self, peer: str, why: str) -> None:
+    def _failed(self, peer: str, why: str | None) -> None:
         with self._changed:
-            self._failures[peer] = why
+            if why is not None:
+                self._failures[peer] = why
             self._changed.notify_all()
 
     def _close_in_child(self) -> None:

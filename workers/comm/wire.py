@@ -1,8 +1,8 @@
 """What travels on a link: three handshake lines, then frames.
 
     dialler                                         acceptor
-      elaunch/7 GENERATION PROOF {"from", "for"}  ->
-                                                  <-  {"worker", "generation"} or {"error"}
+      elaunch/8 GENERATION PROOF {"from", "for"}  ->
+                                                  <-  {"worker", "generation", "settled"} or {"error"}
       {"go": true}                                ->             only for a link or for mail, not for a probe
       frames                                     <->             frames
 
@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from elaunch.errors import ProtocolError
 
-VERSION = 7
+VERSION = 8
 LINE_BYTES = 4096
 """Upper bound of a handshake line, newline included."""
 
@@ -109,10 +109,12 @@ class Ack:
     Attributes:
         worker: its identity.
         generation: it takes part in nothing of older ones.
+        settled: it makes no link to those who have heard of older ones only.
     """
 
     worker: str
     generation: int
+    settled: int = 0
 
 
 def pack_header(header: Header) -> bytes:
@@ -170,9 +172,9 @@ def read_hello(line: bytes, token: str) -> Hello:
     return Hello(worker, purpose, generation)  # type: ignore[arg-type]  # it is one of them
 
 
-def ack_line(worker: str, generation: int) -> bytes:
-    """Returns the acceptor's answer: who it is, and the generation below which it takes part in nothing any more."""
-    return _line({"worker": worker, "generation": generation})
+def ack_line(ack: Ack) -> bytes:
+    """Returns the acceptor's answer to a dialler that knows the token."""
+    return _line({"worker": ack.worker, "generation": ack.generation, "settled": ack.settled})
 
 
 def refusal_line(why: str) -> bytes:
@@ -186,10 +188,11 @@ def read_ack(line: bytes) -> Ack:
     if "error" in message:
         why = str(message["error"])
         raise ProtocolError(why if why.isprintable() else repr(why))
-    worker, generation = message.get("worker"), message.get("generation")
-    if not isinstance(worker, str) or not worker.isprintable() or type(generation) is not int:
-        raise ProtocolError(f"acknowledgement without a worker or generation: {message!r}")
-    return Ack(worker, generation)
+    worker, generation, settled = message.get("worker"), message.get("generation"), message.get("settled")
+    is_named = isinstance(worker, str) and worker.isprintable()
+    if not is_named or type(generation) is not int or type(settled) is not int:
+        raise ProtocolError(f"acknowledgement without a worker or its generations: {message!r}")
+    return Ack(str(worker), generation, settled)
 
 
 def go_line() -> bytes:

@@ -25,7 +25,7 @@ from elaunch.workers import heartbeat
 from elaunch.workers.comm import wire
 from elaunch.workers.comm.here import connect_here
 from elaunch.workers.comm.link import Floors
-from elaunch.workers.comm.listener import REDIAL_S, HungUp, read_line
+from elaunch.workers.comm.listener import REDIAL_S, HungUp, greet
 from elaunch.workers.comm.secure.security import LinkSecurity, secured_within
 from elaunch.workers.comm.secure.sockets import SecureSocket
 
@@ -252,6 +252,7 @@ class Letters:
 
         Raises:
             OSError, ProtocolError: it cannot be made.
+            GenerationChanged: the peer has gone on to a generation that this worker has not heard of.
         """
         end_s = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
@@ -268,15 +269,16 @@ class Letters:
         if address is None:
             raise ProtocolError("its address is not known")
         sock = connect_here(address) or socket.create_connection(split_address(address), CONNECT_TIMEOUT_S)
+        deadline_s, shown = time.monotonic() + CONNECT_TIMEOUT_S, self._floors.heard
         try:
-            sock = secured_within(self._security, sock, time.monotonic() + CONNECT_TIMEOUT_S)
-            sock.settimeout(CONNECT_TIMEOUT_S)
-            sock.sendall(wire.hello_line(self._token, wire.Hello(self._worker, "mail", self._floors.heard)))
-            line = b""
-            while not line.endswith(b"\n"):
-                line += read_line(sock, len(line))
-            if (answers := wire.read_ack(line).worker) != peer:
-                raise ProtocolError(f"{answers} answers at {address}")
+            sock = secured_within(self._security, sock, deadline_s)
+            ack = greet(sock, self._token, wire.Hello(self._worker, "mail", shown), deadline_s)
+            if ack.worker != peer:
+                raise ProtocolError(f"{ack.worker} answers at {address}")
+            if not self._floors.heed(ack, shown):
+                if self._floors.heard < ack.settled:
+                    raise GenerationChanged(ack.settled)
+                raise HungUp(f"its connections need a proof of generation {ack.settled}")
             sock.sendall(wire.go_line())
             sock.settimeout(None)
             if sock.family != socket.AF_UNIX:
@@ -396,6 +398,8 @@ class _Sender:
             if self._error is None:
                 self.socket.sendall(header)
                 self.socket.sendall(letter.memory)
+        except GenerationChanged as error:
+            self._error = self._error or error
         except Exception as error:  # whatever it is, nobody waits for this letter any longer
             if self._error is None:
                 self._error = LinkLost(self._peer, f"a message did not leave: {error}")
