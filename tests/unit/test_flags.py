@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elaunch.cli import ctl, plan, run, simulate, trace, ui
+from elaunch.cli import ctl, plan, run, schedule, simulate, trace, ui
 from elaunch.cli.flags.launcher import parser
 from elaunch.cli.flags.parser import VERBATIM
 from elaunch.cli.rendezvous.keys import conf_keys
@@ -23,6 +23,7 @@ PARSERS = {
     "elaunch": parser,
     "elaunch ctl": ctl.parser,
     "elaunch plan": plan.parser,
+    "elaunch schedule": schedule.parser,
     "elaunch simulate": simulate.parser,
     "elaunch trace": trace.parser,
     "elaunch ui": ui.parser,
@@ -66,11 +67,18 @@ def test_every_example_of_help_can_be_run(command: str, tmp_path: Path, monkeypa
     for example in examples:
         words = shlex.split(example.replace("... ", ""))[1:]
         if f"elaunch {words[0]}" in PARSERS:
-            PARSERS[f"elaunch {words[0]}"]().parse_args(words[1:])
+            own = words[1 : words.index("--")] if "--" in words else words[1:]  # behind it is a job's command
+            PARSERS[f"elaunch {words[0]}"]().parse_args(own)
         else:
             given = [] if "--rdzv-endpoint" in example or "--nnodes" not in example else ["--rdzv-endpoint=etcd"]
             config = run.parse([*given, *words])
             assert config.program.script in ("train.py", "package.train", "./train.sh")
+
+
+def test_help_names_every_other_command() -> None:
+    assert {f"elaunch {name}" for name in run.COMMANDS} == PARSERS.keys() - {"elaunch"}
+    _, epilog = parser().format_help().split("Other commands")
+    assert sorted(re.findall(r"^    (\w+) +\w", epilog, re.MULTILINE)) == sorted(run.COMMANDS)
 
 
 def test_every_group_of_flags_has_an_example() -> None:

@@ -26,9 +26,13 @@ def parser() -> FlagParser:
         "torchrun's and some more. Each may be written with underscores too, and most can be set as PET_<NAME>.\n\n"
         f"{VERBATIM}elaunch --standalone --nproc-per-node=4 train.py --lr 0.1\n"
         f"{VERBATIM}elaunch --nnodes=1:3 --nproc-per-node=8 --rdzv-endpoint=etcd:2379 --rdzv-id=run-17 train.py",
-        epilog="`elaunch ctl --help`: look at a job that runs, or ask it for something; `elaunch plan --help`: what a "
-        "job would do if workers were lost or joined; `elaunch ui --help`: a job in a browser. Scripts of these names "
-        "are ./ctl, ./plan and ./ui.",
+        epilog="Other commands, each with a --help of its own; a script of such a name is ./ctl, ./ui and so on:\n\n"
+        f"{VERBATIM}ctl       look at a job that runs, or ask it for something\n"
+        f"{VERBATIM}ui        a job in a browser\n"
+        f"{VERBATIM}plan      what a job would do if workers were lost or joined\n"
+        f"{VERBATIM}trace     a job's event logs as a trace for Perfetto\n"
+        f"{VERBATIM}schedule  many elastic jobs on one cluster\n"
+        f"{VERBATIM}simulate  a job, or a cluster of jobs, on a simulated clock",
         add_help=False,
     )
     _add_job(p)
