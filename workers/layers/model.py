@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -339,14 +338,18 @@ def build(
 ) -> Layer:
     """Makes a layer, or this worker's part of it; its initial values depend on (seed, layer) only.
 
-    Without `values` no random numbers are drawn for parameters, since others will take their place.
+    Without `values` no random numbers are drawn for parameters, since others will take their place; unless the layer
+    draws some for anything else as well, which would become others then.
 
     Raises:
         StateError: it cannot be cut as it says.
     """
-    with GENERATORS, torch.random.fork_rng(devices=[]), contextlib.nullcontext() if values else _NoValues():
-        torch.manual_seed(mix(seed, spec.index))
-        module = _made(spec.index, factory, dtype)
+    make = partial(_made, spec.index, factory, dtype)
+    with GENERATORS, torch.random.fork_rng(devices=[]):
+        module = None if values else _made_without_values(make, mix(seed, spec.index))
+        if module is None:
+            torch.manual_seed(mix(seed, spec.index))
+            module = make()
     cuts = tensor_parallel.cuts_of(module, spec.name)
     tensor_parallel.cut(module, cuts, tp_rank.rank, tp_rank.size, spec.name)
     module.to(device).train()
@@ -366,14 +369,48 @@ def digest_of(layer: Layer) -> str:
     return found.hexdigest()
 
 
+def _made_without_values(make: Callable[[], nn.Module], seed: int) -> nn.Module | None:
+    """Makes a layer without random numbers for its parameters; returns None where others were drawn as well."""
+    torch.manual_seed(seed)
+    before = torch.random.get_rng_state()
+    with _NoValues():
+        module = make()
+    return module if torch.equal(before, torch.random.get_rng_state()) else None
+
+
 class _NoValues(TorchFunctionMode):
-    """Random numbers are not drawn for parameters."""
+    """Random numbers are not drawn for parameters.
+
+    What a parameter of unknown values would be checked for is true of its mean: `trunc_normal_` draws again what lies
+    too far from it.
+    """
 
     _DRAWING = frozenset(
         getattr(Tensor, name) for name in ("normal_", "uniform_", "bernoulli_", "exponential_", "random_")
     )
+    _INITIAL = frozenset({nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_})
+    """Those of `torch.nn.init` that come here whole; the others come as the functions of tensors that they call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._same: list[Tensor] = []  # the memory of parameters, as the script got it; it stays so while it is listed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._DRAWING and isinstance(args[0], nn.Parameter):
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        target = args[0] if args else kwargs.get("tensor")
+        if not isinstance(target, Tensor) or kwargs.get("generator") is not None or not self._is_parameters(target):
+            return func(*args, **kwargs)
+        if func in self._INITIAL:
+            return target
+        if func in self._DRAWING:
+            with torch.no_grad():
+                return target.fill_(
+                    kwargs.get("mean", args[1] if len(args) > 1 else 0) if func is Tensor.normal_ else 0
+                )
+        found = func(*args, **kwargs)
+        if func in (Tensor.data.__get__, Tensor.detach):  # type: ignore[attr-defined]
+            self._same.append(found)
+        return found
+
+    def _is_parameters(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) or any(tensor is one for one in self._same)
