@@ -112,7 +112,7 @@ class Bench:
         self.failed = False
 
     def emulated(self) -> Training:
-        return Training(WORKERS, STEP_S * WORKERS / MICRO_BATCHES, 10**9)
+        return Training(WORKERS, STEP_S * WORKERS / MICRO_BATCHES)
 
     # ---- 1 and 2: kills and joins
 
@@ -285,7 +285,7 @@ class Bench:
         Every other pair starts with the other launcher, so that a machine that becomes slower favours neither.
         """
         for compute, training in (
-            ("real", Training(WORKERS, 0.0, 10**9)),
+            ("real", Training(WORKERS, 0.0)),
             ("emulated", self.emulated()),
         ):
             if self.quick and compute == "emulated":

@@ -305,7 +305,7 @@ def etcd_stream(data: bytes) -> list[bytes]:
     return list(call)
 
 
-PROOF = b"elaunch/8 3 %s " % link_wire.derive_proof("secret", 3).encode()
+PROOF = link_wire._credentials("secret", 3)
 
 PARSERS = [
     Parser("an answer of etcd", lambda data: connection.read("Txn", data), RpcError, [ETCD]),

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from elaunch.wire import Attach, Evict, Ready, Report, Saved, encode
+from elaunch.workers.comm.wire import VERSION
 from tests.faults.test_workers import FOUR, left, reference
 from tests.helpers import Spawner
 from tests.hostile import hostile
@@ -35,13 +36,14 @@ STEPS = ("--steps", "60")
 LONG = ("--steps", "200", "--sleep", "0.02")
 HALF_OPEN = 300
 THREE = ("--standalone", "--nproc-per-node=3")
+SPOKEN = b"elaunch/%d " % VERSION
 LINES = [
     b"[" * 4000 + b"\n",
     b'{"elaunch":1,"token":"\\ud800","from":"a","for":"link"}\n',
-    b"elaunch/8 " + b"[" * 4000 + b"\n",
-    b"elaunch/8 \xff\xfe {}\n",
-    b"elaunch/8 1 " + b"[" * 4000 + b"\n",
-    b'elaunch/8 1 0123456789abcdef0123456789abcdef {"from": "node0/0#0", "for": "link"}\n{"go": true}\n',
+    SPOKEN + b"[" * 4000 + b"\n",
+    SPOKEN + b"\xff\xfe {}\n",
+    SPOKEN + b"1 " + b"[" * 4000 + b"\n",
+    SPOKEN + b'1 0123456789abcdef0123456789abcdef {"from": "node0/0#0", "for": "link"}\n{"go": true}\n',
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     b"\n" * 5000,

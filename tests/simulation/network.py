@@ -253,7 +253,9 @@ class _Dialler:
             transport._failed(peer, "connection refused")
         elif not transport._has(peer):
             ack = Ack(peer, target._floors.own, target._floors.settled)
-            if not transport._floors.heed(ack, transport._floors.heard):
+            try:
+                transport._floors.heed(ack, transport._floors.heard)
+            except GenerationChanged:
                 transport._failed(peer, None)
                 return
             here, there = End(transport, peer), End(target, transport.worker)

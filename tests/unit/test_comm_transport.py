@@ -131,7 +131,8 @@ def test_a_wrong_token_is_refused_with_a_reason() -> None:
             stranger.close()
 
 
-PROOF = f"elaunch/8 3 {wire.derive_proof('secret', 3)} ".encode()
+SPOKEN = b"elaunch/%d " % wire.VERSION
+PROOF = SPOKEN + f"3 {wire.derive_proof('secret', 3)} ".encode()
 """What a line begins with that is read to its end."""
 
 HOSTILE = [
@@ -141,11 +142,11 @@ HOSTILE = [
     b"[" * 4000 + b"\n",
     b'{"elaunch": 99}\n',
     b'{"elaunch":1,"token":"\\ud800","from":"a","for":"link"}\n',
-    b"elaunch/8 wrong {}\n",
-    b"elaunch/8 " + b"9" * 4000 + b" {}\n",
-    b"elaunch/8 4 " + PROOF.split()[2] + b" {}\n",
-    b"elaunch/8 -3 " + PROOF.split()[2] + b" {}\n",
-    b"elaunch/8 3 secret {}\n",
+    SPOKEN + b"wrong {}\n",
+    SPOKEN + b"9" * 4000 + b" {}\n",
+    SPOKEN + b"4 " + PROOF.split()[2] + b" {}\n",
+    SPOKEN + b"-3 " + PROOF.split()[2] + b" {}\n",
+    SPOKEN + b"3 secret {}\n",
     PROOF + b"[" * 4000 + b"\n",
     PROOF + b'{"from": "\\ud800", "for": "link"}\n',
     PROOF + b'{"from": 7, "for": "link"}\n',

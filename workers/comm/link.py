@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
-from elaunch.errors import LinkLost
+from elaunch.errors import GenerationChanged, LinkLost
 from elaunch.workers.comm.connection import HANG_UP, Connection
 from elaunch.workers.comm.incoming import Destination, Incoming
 from elaunch.workers.comm.outgoing import Outgoing
@@ -178,8 +178,21 @@ class Floors:
     peers: dict[str, int] = field(default_factory=dict)
 
     def heed(self, ack: Ack, shown: int) -> bool:
-        """Takes in what a peer has answered to a proof of a generation; returns whether it makes a link."""
+        """Takes in what a peer has answered to a proof of a generation.
+
+        Args:
+            ack: the answer.
+            shown: the generation.
+
+        Returns:
+            Whether the peer makes a link; if not, it will for a proof of what this worker has heard of by now.
+
+        Raises:
+            GenerationChanged: it will not: this worker has not heard of a generation that its links need.
+        """
         self.peers[ack.worker] = max(ack.generation, ack.settled)
+        if self.heard < ack.settled:
+            raise GenerationChanged(ack.settled)
         return shown >= ack.settled
 
 

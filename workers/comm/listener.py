@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from elaunch import threads
 from elaunch.accepting import Accepting
-from elaunch.errors import ProtocolError
+from elaunch.errors import GenerationChanged, ProtocolError
 from elaunch.rendezvous.membership import split_address
 from elaunch.workers import fatal
 from elaunch.workers.comm import wire
@@ -391,13 +391,14 @@ class Listener:
             return
         if ack.worker != handshake.peer:
             raise ProtocolError(f"{ack.worker} answered at this address")
-        if not self._floors.heed(ack, handshake.shown):
-            if self._floors.heard >= ack.settled:  # by now
-                self._hung_up(handshake, f"its links need a proof of generation {ack.settled}")
-            else:
-                self._drop(handshake, None)
-                self._failed(handshake.peer, None)
+        try:
+            is_link = self._floors.heed(ack, handshake.shown)
+        except GenerationChanged:
+            self._drop(handshake, None)
+            self._failed(handshake.peer, None)
             return
+        if not is_link:
+            raise HungUp(f"its links need a proof of generation {ack.settled}")
         handshake.socket.send(wire.go_line())
         self._settle(handshake)
 

@@ -114,7 +114,7 @@ class Ack:
 
     worker: str
     generation: int
-    settled: int = 0
+    settled: int
 
 
 def pack_header(header: Header) -> bytes:
@@ -189,10 +189,14 @@ def read_ack(line: bytes) -> Ack:
         why = str(message["error"])
         raise ProtocolError(why if why.isprintable() else repr(why))
     worker, generation, settled = message.get("worker"), message.get("generation"), message.get("settled")
-    is_named = isinstance(worker, str) and worker.isprintable()
-    if not is_named or type(generation) is not int or type(settled) is not int:
+    if (
+        not isinstance(worker, str)
+        or not worker.isprintable()
+        or type(generation) is not int
+        or type(settled) is not int
+    ):
         raise ProtocolError(f"acknowledgement without a worker or its generations: {message!r}")
-    return Ack(str(worker), generation, settled)
+    return Ack(worker, generation, settled)
 
 
 def go_line() -> bytes:

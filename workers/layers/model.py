@@ -344,12 +344,10 @@ def build(
     Raises:
         StateError: it cannot be cut as it says.
     """
-    make = partial(_made, spec.index, factory, dtype)
+    make, start = partial(_made, spec.index, factory, dtype), mix(seed, spec.index)
     with GENERATORS, torch.random.fork_rng(devices=[]):
-        module = None if values else _made_without_values(make, mix(seed, spec.index))
-        if module is None:
-            torch.manual_seed(mix(seed, spec.index))
-            module = make()
+        torch.manual_seed(start)
+        module = make() if values else _made_without_values(make, start)
     cuts = tensor_parallel.cuts_of(module, spec.name)
     tensor_parallel.cut(module, cuts, tp_rank.rank, tp_rank.size, spec.name)
     module.to(device).train()
@@ -369,13 +367,20 @@ def digest_of(layer: Layer) -> str:
     return found.hexdigest()
 
 
-def _made_without_values(make: Callable[[], nn.Module], seed: int) -> nn.Module | None:
-    """Makes a layer without random numbers for its parameters; returns None where others were drawn as well."""
-    torch.manual_seed(seed)
+def _made_without_values(make: Callable[[], nn.Module], start: int) -> nn.Module:
+    """Makes a layer without random numbers for its parameters, or with them where it draws others as well.
+
+    Args:
+        make: makes it.
+        start: with which the generators have been seeded.
+    """
     before = torch.random.get_rng_state()
     with _NoValues():
         module = make()
-    return module if torch.equal(before, torch.random.get_rng_state()) else None
+    if torch.equal(before, torch.random.get_rng_state()):
+        return module
+    torch.manual_seed(start)
+    return make()
 
 
 class _NoValues(TorchFunctionMode):
@@ -403,10 +408,9 @@ class _NoValues(TorchFunctionMode):
         if func in self._INITIAL:
             return target
         if func in self._DRAWING:
+            mean = kwargs.get("mean", args[1] if len(args) > 1 else 0.0) if func is Tensor.normal_ else 0.0
             with torch.no_grad():
-                return target.fill_(
-                    kwargs.get("mean", args[1] if len(args) > 1 else 0) if func is Tensor.normal_ else 0
-                )
+                return target.fill_(mean)
         found = func(*args, **kwargs)
         if func in (Tensor.data.__get__, Tensor.detach):  # type: ignore[attr-defined]
             self._same.append(found)

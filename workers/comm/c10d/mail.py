@@ -276,8 +276,6 @@ class Letters:
             if ack.worker != peer:
                 raise ProtocolError(f"{ack.worker} answers at {address}")
             if not self._floors.heed(ack, shown):
-                if self._floors.heard < ack.settled:
-                    raise GenerationChanged(ack.settled)
                 raise HungUp(f"its connections need a proof of generation {ack.settled}")
             sock.sendall(wire.go_line())
             sock.settimeout(None)
