@@ -299,7 +299,10 @@ def train(
     change = _compare(view, generation, nodes, now_s, settings)
     if change.done:
         change = replace(change, joiners=())
-        if not change.aborts_step or change.is_empty:  # there is nothing to repeat, or nobody who could
+        # There is a step to repeat, and somebody who can.
+        repeats = change.aborts_step and not change.is_empty
+        waits = generation.hold and (not change.is_empty or bool(change.leaving))
+        if not repeats and not waits:
             return _closing(generation, change, nodes)
     elif not change.survivors and not change.leaving:
         return _all_lost(view, generation, change, settings)

@@ -14,7 +14,10 @@ import pytest
 
 from elaunch.agent.decisions import step_lines
 from elaunch.agent.decisions.actions import Record
+from elaunch.rendezvous import decide
+from elaunch.rendezvous.membership import WorkerState
 from elaunch.rendezvous.rules import training
+from elaunch.rendezvous.view import LeaderDecision
 from elaunch.workers import recovery, runtime
 from elaunch.workers.comm import group, transport
 from elaunch.workers.comm.native import ended
@@ -115,6 +118,16 @@ def _does_not_say_who_may_have_reported_the_step_that_is_done_again() -> Any:
     return reports.StepReports, "facts", facts
 
 
+def _keeps_waiting_for_nodes_when_others_have_finished() -> Any:
+    def train(view: Any, generation: Any, *args: Any) -> Any:
+        decision = original(view, generation, *args)
+        has_ended = any(one.state is WorkerState.DONE for doc in view.nodes for one in doc.workers)
+        return LeaderDecision("waits") if generation.hold and has_ended and decision.generation else decision
+
+    original = training.train
+    return decide, "train", train
+
+
 def _forgets_links_that_failed_before_a_planned_generation() -> Any:
     def compare(view: Any, generation: Any, *args: Any) -> Any:
         # The generation's own number in the place of the last one that ended a step.
@@ -142,6 +155,7 @@ def _forgets_links_that_failed_before_a_planned_generation() -> Any:
         (_leaves_what_a_lost_agent_had_not_written_at_the_end, (1972, 2394, 2553), 3000),
         (_writes_what_the_log_of_a_lost_member_may_have, (50, 583, 883), 3000),
         (_does_not_say_who_may_have_reported_the_step_that_is_done_again, (1135, 1255, 2091), 3000),
+        (_keeps_waiting_for_nodes_when_others_have_finished, (37353,), 3000),
         soak(_forgets_links_that_failed_before_a_planned_generation, (0,), 8000),
     ],
 )
@@ -159,6 +173,17 @@ def blocks(shown: tuple[int, ...], seeds: int) -> Iterator[range]:
     """The seeds to try: some that are known, and then the first so many."""
     yield from (range(seed, seed + 1) for seed in shown)
     yield from (range(first, first + 50) for first in range(0, seeds, 50))
+
+
+def test_that_a_lost_step_is_reported_with_its_last_teller_alone_does_not_go_unseen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def keep(self: reports.StepReports, tellers: Any, report: dict[str, Any]) -> None:
+        original(self, tellers[:1], report)
+
+    original = reports.StepReports._keep
+    monkeypatch.setattr(reports.StepReports, "_keep", keep)
+    assert any(simulate_all(block, tree=True) for block in blocks((34972,), 3000))
 
 
 def test_that_nobody_tells_whom_it_has_left_behind_does_not_go_unseen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -740,6 +740,18 @@ class TestTheEnd:
         docs = node("a", DONE, finished=True), node("b", MEMBER)
         assert_waits(ask(train("b/0#0"), *docs, settings=replace(SETTINGS, min_nodes=2)))
 
+    def test_those_that_wait_for_nodes_go_on_when_they_hear_that_others_have_finished(self) -> None:
+        """Nothing was heard of the others for a while, so those that were left waited for more nodes."""
+        two = replace(SETTINGS, min_nodes=2)
+        held = train("b/0#0", hold=True)
+        finished = node("a", DONE, finished=True)
+        after = announced(ask(held, finished, node("b", MEMBER), settings=two))
+        assert (after.ids, after.hold) == (("b/0#0",), False)
+        assert ended(ask(train("b/0#1", hold=True), finished, node("b", READY, incarnation=1), settings=two)).succeeded
+        last = announced(ask(held, finished, node("b", MEMBER, draining=True), settings=two))
+        assert (last.ids, last.leaving, last.hold) == ((), ("b/0#0",), False)
+        assert ended(ask(last, finished, node("b", MEMBER, draining=True), settings=two)).succeeded
+
     def test_the_loss_of_all_others_does_no_harm_once_one_has_finished(self) -> None:
         docs = node("a", DONE, finished=True), node("b", None)
         assert ended(ask(train("b/0#0"), *docs)).succeeded

@@ -334,6 +334,16 @@ def test_steps_that_a_lost_agent_had_not_written_are_reported_by_one_of_the_othe
     assert reports[2].facts()[KEPT] == [8, None]
 
 
+def test_a_lost_step_is_reported_with_the_names_of_all_that_may_have_reported_it() -> None:
+    clients, reports = reports_of(8, known=7)
+    agree(reports[1:], 8, APART[1:], left=APART[0])  # the second member reports it again, to an agent that is lost
+    for rank, one in enumerate(reports[1:]):
+        one.tell(Team(rank, APART[1:]), 3, 8, 0.25, range(10))  # type: ignore[arg-type]
+    agree(reports[2:], 9, APART[2:], left=APART[1])
+    named = {one.fields["step"]: one.fields[AGAIN] for one in clients[2].sent if isinstance(one, Report)}
+    assert named == {7: [APART[1], APART[0]], 8: [APART[1]]}
+
+
 @pytest.mark.parametrize(("logged", "again"), [(8, []), (7, [7]), (3, [5, 6, 7])])
 def test_what_the_log_of_a_node_without_workers_has_is_not_reported_again(logged: int, again: list[int]) -> None:
     clients, reports = reports_of(8, known=5)

@@ -57,6 +57,9 @@ MOST_KEPT = 4096
 Told = Sequence[Any]
 """The number of a step that was reported, and the worker that did; "" where a log is known to have it."""
 
+Tellers = tuple[str, ...]
+"""Who has reported a step, as in `Told`, and who may have before, and is no member any more."""
+
 
 def is_planned(generation: Generation, agreed: int) -> bool:
     """Returns whether nothing has broken between an agreement of a worker and this generation, which it enters.
@@ -180,7 +183,7 @@ class StepReports:
         self._commit_s = time.monotonic()
         self._heir = ""  # who was to report the last step in the place of the first member
         self._gone: list[str] = []  # members that were lost since the last step, and may have reported it
-        self._kept: dict[int, tuple[str, dict[str, Any]]] = {}  # of steps in a row: who has reported it, the fields
+        self._kept: dict[int, tuple[Tellers, dict[str, Any]]] = {}  # of steps in a row, with the fields
         self.last: dict[str, Any] | None = None
         self.told: Told | None = None
         self.logged = 0
@@ -256,11 +259,11 @@ class StepReports:
         worker, lost = lost_steps(verdict, generation)
         self._gone = _gone(generation, _tellers(verdict, generation), _named(verdict, GONE), verdict.unsettled)
         for step in lost:
-            teller, fields = self._kept.get(step, ("", {}))
-            if teller and node_of(teller) not in generation.nodes:
-                self._kept[step] = (worker, fields)
+            tellers, fields = self._kept.get(step, (("",), {}))
+            if tellers[0] and node_of(tellers[0]) not in generation.nodes:
+                self._kept[step] = ((worker, *tellers), fields)
                 if worker == mine:
-                    self._client.send(Report("step", {**fields, AGAIN: [teller]}))
+                    self._client.send(Report("step", {**fields, AGAIN: _gone(generation, tellers[:1], tellers[1:])}))
         self._heir = generation.ids[verdict.passed]
         if tells_again(verdict, generation, mine, known):
             told_by = {teller for _, teller in _all_told(verdict, known)}
@@ -270,7 +273,7 @@ class StepReports:
             self.told = reported  # also for when its teller, and all others who know, have left
         told = reported or (steps - 1, generation.ids[verdict.passed])
         if self.last is not None and self.last["step"] == steps - 1 and not verdict.fresh:
-            self._keep(told[1], self.last)
+            self._keep((told[1], *self._gone), self.last)
 
     def settle(self, group: Group) -> None:
         """Waits for all members, who then know whether the log has the last step, unless an agent takes over END_S.
@@ -294,9 +297,9 @@ class StepReports:
         first = node_of(group.members[0])
         heir = next((member for member in group.members if node_of(member) != first), "")
         if heir == self._client.worker:
-            for teller, fields in self._kept.values():
-                if node_of(teller) == first:
-                    self._client.send(Report("step", {**fields, AGAIN: [teller]}))
+            for tellers, fields in self._kept.values():
+                if node_of(tellers[0]) == first:
+                    self._client.send(Report("step", {**fields, AGAIN: list(tellers[:MOST_NAMES])}))
 
     def begin(self) -> None:
         """The first step of this member begins: it is measured from now on."""
@@ -319,7 +322,8 @@ class StepReports:
         seconds, self._commit_s = now_s - self._commit_s, now_s
         self.last = step_report(group, generation, step, loss, sample_ids, seconds, self.copied)
         is_told = self.told is not None and step == self.told[0]
-        self._keep(self.told[1] if self.told is not None and is_told else group.members[0], self.last)
+        teller = self.told[1] if self.told is not None and is_told else group.members[0]
+        self._keep((teller, *self._gone), self.last)
         if group.rank == 0 and not is_told:
             again = {AGAIN: self._gone} if self._gone else {}  # they may have committed it, and nobody else
             self._client.send(Report("step", {**self.last, **again}))
@@ -338,10 +342,10 @@ class StepReports:
             self._client.send(Report("step", {**self.last, AGAIN: list(gone)}))
             self.told = (steps - 1, self._client.worker)
 
-    def _keep(self, teller: str, report: dict[str, Any]) -> None:
-        """Keeps the report of the newest step, which a worker has reported; empty: a log has it."""
+    def _keep(self, tellers: Tellers, report: dict[str, Any]) -> None:
+        """Keeps the report of the newest step."""
         step = report["step"]
         if next(reversed(self._kept), step) not in (step - 1, step):  # it was not here for the one before
             self._kept.clear()
-        self._kept[step] = (teller, report)
-        self.hear(step + 1 if not teller else 0)
+        self._kept[step] = (tellers, report)
+        self.hear(step + 1 if not tellers[0] else 0)
