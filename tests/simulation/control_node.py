@@ -316,13 +316,16 @@ class Node:
     def check_kill(self, target: Worker) -> None:
         """While the job goes on, no agent kills the last worker that holds its state.
 
-        A node that the store has not heard of for a lease counts as lost: the others have gone on without it.
+        A node that the store has not heard of for a lease counts as lost: the others have gone on without it. So they
+        have without one that was replaced when another one held the state, whatever became of that one since.
         """
         life, world = self.life, self.world
         if not world.checks_kills or self.was_absent:
             return
         attempts = {node.life.wanted_attempt for node in world.nodes.values() if not node.ended}
         if self.store.result is not None or life.ending.under_way or attempts != {life.attempt} or not target.holds:
+            return
+        if self.store.holders_besides.get(target.id):
             return
         if not target.alive or target.id in world.deaf:  # who is deaf can give the state to nobody
             return

@@ -35,6 +35,7 @@ class Store:
         self.spares: tuple[str, ...] = ()
         self.requests: dict[str, PlanRequest] = {}
         self.announced: list[Generation] = []
+        self.holders_besides: dict[str, list[str]] = {}  # when a worker was replaced: who held the state without it
         self.generations: list[int] = [0]
         self.expired_s: dict[str, float] = {}
         self.back_s = 0.0
@@ -128,6 +129,9 @@ class Store:
             assert gone_s < doubt_s + 1.0, f"{name} has been gone for {gone_s:.3f} s"
         self.check_plan(generation)
         self.announced.append(generation)
+        for worker in set(generation.streak.replaced).difference(self.holders_besides):
+            others = (world.workers[one] for one in generation.ids)
+            self.holders_besides[worker] = [one.id for one in others if one.alive and one.holds]
         self.generations.append(generation.number)
         if generation.stage is GenerationStage.TRAIN:
             world.members.update(generation.ids)

@@ -254,6 +254,13 @@ def _does_not_name_those_that_it_left_in_an_agreement() -> Any:
     return reports, "_gone", gone
 
 
+def _takes_a_line_that_is_told_again_for_the_end_of_the_log() -> Any:
+    def note(self: step_lines.StepLines, report: Any) -> None:
+        self.in_log = report.fields["step"] + 1
+
+    return step_lines.StepLines, "note", note
+
+
 NATIVE_DEFECTS = [
     (_takes_a_group_that_others_may_not_have, (10,)),
     (_takes_a_group_as_soon_as_it_is_open, (0,)),
@@ -265,6 +272,7 @@ NATIVE_DEFECTS = [
     (_looks_at_no_link_while_it_waits, (27, 340, 1419)),
     (_leaves_a_failed_device_to_itself, (280, 625, 751)),
     (_does_not_name_those_that_it_left_in_an_agreement, (27668,)),
+    (_takes_a_line_that_is_told_again_for_the_end_of_the_log, (45653,)),
 ]
 
 

@@ -108,6 +108,21 @@ def test_a_step_that_is_reported_again_is_left_out_where_the_log_of_this_attempt
     assert record((6, True), (6, True)) == [6]
 
 
+def test_the_line_before_the_last_that_is_told_again_is_not_the_end_of_the_log() -> None:
+    lines = StepLines()
+    lines.take(HEIR, report(5, NEXT), 0.0)  # which has died, and its agent does not know yet
+    (last,) = lines.take(NEXT, report(6), 0.1)
+    assert isinstance(last, Record)
+    lines.note(last.report)
+    for line in lines.end_of(NEXT, 0.2):
+        if isinstance(line, Record):
+            lines.note(line.report)
+    assert lines.in_log == 7
+    (again,) = lines.take(HEIR, report(6, NEXT), 0.3)
+    assert isinstance(again, Record)
+    assert lines.has(again)
+
+
 def test_what_is_told_of_the_log_changes_when_a_worker_ends_and_not_with_each_step() -> None:
     lines = StepLines()
     lines.note(report(5))

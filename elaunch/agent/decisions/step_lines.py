@@ -70,9 +70,12 @@ class StepLines:
         return line.is_elsewhere or (AGAIN in fields and fields.get("step") == self.in_log - 1)
 
     def note(self, report: Report) -> None:
-        """Notes that a log has the line on a step."""
+        """Notes that a log has the line on a step.
+
+        One that is told again may come after its next one. If it is older, the job went back to a checkpoint.
+        """
         step = report.fields.get("step")
-        if isinstance(step, int):
+        if isinstance(step, int) and not (AGAIN in report.fields and step + 2 == self.in_log):
             self.in_log = step + 1
 
     def note_end(self) -> None:
