@@ -191,6 +191,19 @@ def test_that_nobody_tells_whom_it_has_left_behind_does_not_go_unseen(monkeypatc
     assert any(simulate_all(block, tree=True) for block in blocks((148, 216, 810), 3000))
 
 
+def test_that_a_broken_link_is_made_anew_within_a_generation_does_not_go_unseen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def link_up(self: transport.Transport, peers: Any, generation: int) -> None:
+        self._check(generation)
+        if any(peer not in self._links and peer in self._known for peer in peers):
+            members = {who: where for who, where in self._known.items() if who in peers or who == self.worker}
+            self.connect(members, generation=generation, timeout_s=transport.PATIENCE_S)
+
+    monkeypatch.setattr(transport.Transport, "link_up", link_up)
+    assert any(simulate_all(block, tree=True) for block in blocks((51794,), 3000))
+
+
 # -- the same for native groups --
 
 

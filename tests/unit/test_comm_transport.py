@@ -684,3 +684,21 @@ def test_a_link_that_is_made_while_a_generation_is_entered_tells_of_it_too() -> 
             assert changed.value.generation == 2
             b.exchange(2, 1, sends=[(a.worker, 0, memoryview(b"all"))])
             enters.result()
+
+
+def test_a_link_that_broke_is_not_made_anew_with_those_that_are_missing() -> None:
+    """What its peer has sent in this generation would be lost with it, and nothing would show that."""
+    with crew(3, connected=False) as (a, b, c):
+        introduce_all((a, b, c))
+        connect_all((a, b))
+        a.exchange(1, 1, sends=[(b.worker, 0, memoryview(b"all"))])
+        a.retain(())
+        wait_until(lambda: b.hung_up([a.worker]) != (), PATIENCE_S, "b's link breaks")
+        sends = Task(lambda: c.exchange(1, 1, sends=[(b.worker, 0, memoryview(b"too"))]))
+        got, too = bytearray(3), bytearray(3)
+        receives = [(a.worker, 0, memoryview(got)), (c.worker, 0, memoryview(too))]
+        b.exchange(1, 1, receives=receives, deadline_s=time.monotonic() + PATIENCE_S)
+        assert (bytes(got), bytes(too)) == (b"all", b"too")
+        sends.result()
+        with pytest.raises(LinkLost):
+            b.exchange(1, 2, receives=[(a.worker, 0, memoryview(got))])

@@ -409,13 +409,15 @@ class Transport:
         return ()
 
     def link_up(self, peers: Collection[str], generation: int) -> None:
-        """Makes links to those introduced peers that have none. Of two, the later one dials when it comes here."""
+        """Makes links to those introduced peers that have none. Of two, the later one dials when it comes here.
+
+        One that has broken is not made anew: something of this generation may have been sent over it, and is lost.
+        """
         self._check(generation)
-        if all(peer in self._links or peer not in self._known for peer in peers):
-            return
-        with self._changed:
-            members = {who: where for who, where in self._known.items() if who in peers or who == self.worker}
-        self.connect(members, generation=generation, timeout_s=PATIENCE_S)
+        missing = {peer for peer in peers if peer not in self._links and peer in self._known}
+        if missing:
+            members = {who: where for who, where in self._known.items() if who in missing or who == self.worker}
+            self.connect(members, generation=generation, timeout_s=PATIENCE_S)
 
     def _link(self, peer: str, links: dict[str, Link]) -> Link:
         link = links.get(peer)
