@@ -274,6 +274,15 @@ def _takes_a_line_that_is_told_again_for_the_end_of_the_log() -> Any:
     return step_lines.StepLines, "note", note
 
 
+def _knows_nothing_of_the_last_step_before_it_came() -> Any:
+    def inherit(self: reports.StepReports, verdict: Any) -> None:
+        if self.last is not None:
+            original(self, verdict)
+
+    original = reports.StepReports.inherit
+    return reports.StepReports, "inherit", inherit
+
+
 NATIVE_DEFECTS = [
     (_takes_a_group_that_others_may_not_have, (10,)),
     (_takes_a_group_as_soon_as_it_is_open, (0,)),
@@ -286,6 +295,7 @@ NATIVE_DEFECTS = [
     (_leaves_a_failed_device_to_itself, (280, 625, 751)),
     (_does_not_name_those_that_it_left_in_an_agreement, (27668,)),
     (_takes_a_line_that_is_told_again_for_the_end_of_the_log, (45653,)),
+    (_knows_nothing_of_the_last_step_before_it_came, (64499,)),
 ]
 
 

@@ -258,6 +258,7 @@ def agree(
         places[one.last is not None].append(place)
     found = Verdict(steps, (), tuple(places[True]), tuple(places[False]), facts=facts, unsettled=unsettled)
     for one in reports:
+        one.inherit(found)
         one.agree(found, generation)
 
 
@@ -358,6 +359,19 @@ def test_what_an_agent_that_lives_was_told_is_not_reported_again() -> None:
     clients, reports = reports_of(8, known=5)
     agree([reports[0], reports[2]], 8, (APART[0], APART[2]))  # the worker of another node has died
     assert [client.steps()[8:] for client in clients] == [[], [], []]
+
+
+def test_a_newcomer_reports_the_last_step_before_it_came_if_all_others_are_lost() -> None:
+    _, reports = reports_of(8, known=7)
+    late = Client("d/0#0")
+    newcomer = StepReports(late)  # type: ignore[arg-type]
+    newcomer.tell_again(8)
+    assert late.steps() == []
+    agree([*reports, newcomer], 8, (*APART, "d/0#0"), APART[0], is_planned=True)
+    for rank, one in enumerate([*reports, newcomer]):
+        one.tell(Team(rank, (*APART, "d/0#0")), 3, 8, 0.25, range(10))  # type: ignore[arg-type]
+    agree([newcomer], 9, ("d/0#0",), APART[0])
+    assert late.steps() == [(7, True), (8, True)]
 
 
 def test_a_member_that_came_late_leaves_it_to_one_that_knows_the_lost_steps() -> None:

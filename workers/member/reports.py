@@ -225,6 +225,12 @@ class StepReports:
             self.hear(said.step + 1)
         return self.logged
 
+    def inherit(self, verdict: Verdict) -> None:
+        """Takes over the report of the last step that has committed, also as a newcomer: the others may be lost."""
+        last = verdict.facts[verdict.passed].get(READY_STEP if verdict.passed in verdict.committing else LAST_STEP)
+        if last is not None and last["step"] == verdict.step - 1:
+            self.last = last
+
     def learn(self, steps: int, logged: int, is_planned: bool, first: str = "") -> None:
         """Learns from an agreement which step was reported last.
 

@@ -16,7 +16,7 @@ from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.hooks import Hooks, Verdict, Vote
 from elaunch.workers.member.policy import Policy
 from elaunch.workers.member.replans import REPLAN, Replans
-from elaunch.workers.member.reports import LAST_STEP, READY_STEP, StepReports, is_planned
+from elaunch.workers.member.reports import StepReports, is_planned
 from elaunch.workers.state.paths.offers import Offers
 
 NATIVE = "elaunch.native"
@@ -88,9 +88,7 @@ class RuntimeHooks:
         self._offers.agreed(verdict.facts, lambda: store_of(generation))
         self._hooks.agreed(generation, verdict)
         self.entered = False
-        if generation.rank(self._worker) in verdict.committing:
-            passed = verdict.passed
-            self._reports.last = verdict.facts[passed][READY_STEP if passed in verdict.committing else LAST_STEP]
+        self._reports.inherit(verdict)
         planned, self._agreed = is_planned(generation, self._agreed), generation.number
         self._reports.learn(verdict.step, generation.logged, planned, self._first)
         self._reports.agree(verdict, generation)
