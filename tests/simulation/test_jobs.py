@@ -118,6 +118,15 @@ def _does_not_say_who_may_have_reported_the_step_that_is_done_again() -> Any:
     return reports.StepReports, "facts", facts
 
 
+def _takes_the_log_of_the_first_for_that_of_all() -> Any:
+    def heard(self: reports.StepReports) -> int:
+        self._elsewhere = frozenset()
+        return original(self)
+
+    original = reports.StepReports.heard
+    return reports.StepReports, "heard", heard
+
+
 def _keeps_waiting_for_nodes_when_others_have_finished() -> Any:
     def train(view: Any, generation: Any, *args: Any) -> Any:
         decision = original(view, generation, *args)
@@ -155,6 +164,7 @@ def _forgets_links_that_failed_before_a_planned_generation() -> Any:
         (_leaves_what_a_lost_agent_had_not_written_at_the_end, (1972, 2394, 2553), 3000),
         (_writes_what_the_log_of_a_lost_member_may_have, (50, 583, 883), 3000),
         (_does_not_say_who_may_have_reported_the_step_that_is_done_again, (1135, 1255, 2091), 3000),
+        (_takes_the_log_of_the_first_for_that_of_all, (75324,), 3000),
         (_keeps_waiting_for_nodes_when_others_have_finished, (37353,), 3000),
         soak(_forgets_links_that_failed_before_a_planned_generation, (0,), 8000),
     ],

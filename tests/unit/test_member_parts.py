@@ -345,6 +345,26 @@ def test_a_lost_step_is_reported_with_the_names_of_all_that_may_have_reported_it
     assert named == {7: [APART[1], APART[0]], 8: [APART[1]]}
 
 
+def test_the_log_of_the_first_says_nothing_of_a_step_that_another_node_was_told() -> None:
+    clients, reports = reports_of(7, known=7)
+    reports[1].tell(Team(1, APART), 2, 7, 0.25, range(10))  # type: ignore[arg-type]  # it alone has passed that barrier
+    found = Verdict(8, (0, 2), (0, 1, 2), (), facts=tuple(one.facts(APART[0], 2) for one in reports))
+    generation = Generation(3, GenerationStage.TRAIN, tuple(Worker(one, one[0], 0) for one in APART))
+    for rank, one in enumerate(reports):
+        one.inherit(found)
+        one.agree(found, generation)
+        one.tell(Team(rank, APART), 3, 8, 0.25, range(10))  # type: ignore[arg-type]
+    assert clients[1].steps() == [(7, True)]
+    clients[0].logged = Logged(3, 8)
+    assert [one.heard() for one in reports] == [7, 7, 7]
+    clients[1].logged = Logged(2, 7)
+    assert [one.heard() for one in reports] == [7, 8, 7]
+    reports[0].hear(8)
+    assert reports[0].heard() == 9
+    agree(reports[2:], 9, APART[2:], left=APART[0])
+    assert clients[2].steps() == [(7, True), (8, True)]
+
+
 @pytest.mark.parametrize(("logged", "again"), [(8, []), (7, [7]), (3, [5, 6, 7])])
 def test_what_the_log_of_a_node_without_workers_has_is_not_reported_again(logged: int, again: list[int]) -> None:
     clients, reports = reports_of(8, known=5)

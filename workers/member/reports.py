@@ -181,6 +181,7 @@ class StepReports:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._commit_s = time.monotonic()
+        self._elsewhere: frozenset[str] = frozenset()  # members of other nodes
         self._heir = ""  # who was to report the last step in the place of the first member
         self._gone: list[str] = []  # members that were lost since the last step, and may have reported it
         self._kept: dict[int, tuple[Tellers, dict[str, Any]]] = {}  # of steps in a row, with the fields
@@ -219,10 +220,14 @@ class StepReports:
             del self._kept[next(iter(self._kept))]
 
     def heard(self) -> int:
-        """Returns how many steps stand in a log, as far as this member knows, with what its agent has said since."""
+        """Returns how many steps stand in a log, as far as this member knows, with what its agent has said since.
+
+        Of a step before, which a member of another node has reported in the place of the first, that agent says so.
+        """
         said: Logged | None = self._client.logged
         if said is not None and said.step in self._kept and self._kept[said.step][1]["generation"] == said.generation:
-            self.hear(said.step + 1)
+            told_there = (step for step, (tellers, _) in self._kept.items() if tellers[0] in self._elsewhere)
+            self.hear(min(said.step + 1, next(told_there, said.step + 1)))
         return self.logged
 
     def inherit(self, verdict: Verdict) -> None:
@@ -262,6 +267,7 @@ class StepReports:
             generation: that they enter.
         """
         mine, steps, known = self._client.worker, verdict.step, self.told
+        self._elsewhere = frozenset(one for one in generation.ids if node_of(one) != node_of(mine))
         worker, lost = lost_steps(verdict, generation)
         self._gone = _gone(generation, _tellers(verdict, generation), _named(verdict, GONE), verdict.unsettled)
         for step in lost:
@@ -289,7 +295,8 @@ class StepReports:
         """
         if group.rank == 0 and self.last is not None:
             self._client.wait_logged(self.last["generation"], self.last["step"], END_S)
-        self.hear(_COUNT.unpack(group.reduce_bytes(_COUNT.pack(self.heard()), max))[0])
+        for _ in range(2):  # a step that another agent has may come before those of the first member's
+            self.hear(_COUNT.unpack(group.reduce_bytes(_COUNT.pack(self.heard()), max))[0])
 
     def end(self, group: Group) -> None:
         """All steps have committed: waits for all members, and reports what the first member's agent has not written.
