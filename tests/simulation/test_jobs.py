@@ -14,10 +14,7 @@ import pytest
 
 from elaunch.agent.decisions import step_lines
 from elaunch.agent.decisions.actions import Record
-from elaunch.rendezvous import decide
-from elaunch.rendezvous.membership import WorkerState
 from elaunch.rendezvous.rules import training
-from elaunch.rendezvous.view import LeaderDecision
 from elaunch.workers import recovery, runtime
 from elaunch.workers.comm import group, transport
 from elaunch.workers.comm.native import ended
@@ -118,25 +115,6 @@ def _does_not_say_who_may_have_reported_the_step_that_is_done_again() -> Any:
     return reports.StepReports, "facts", facts
 
 
-def _takes_the_log_of_the_first_for_that_of_all() -> Any:
-    def heard(self: reports.StepReports) -> int:
-        self._elsewhere = frozenset()
-        return original(self)
-
-    original = reports.StepReports.heard
-    return reports.StepReports, "heard", heard
-
-
-def _keeps_waiting_for_nodes_when_others_have_finished() -> Any:
-    def train(view: Any, generation: Any, *args: Any) -> Any:
-        decision = original(view, generation, *args)
-        has_ended = any(one.state is WorkerState.DONE for doc in view.nodes for one in doc.workers)
-        return LeaderDecision("waits") if generation.hold and has_ended and decision.generation else decision
-
-    original = training.train
-    return decide, "train", train
-
-
 def _forgets_links_that_failed_before_a_planned_generation() -> Any:
     def compare(view: Any, generation: Any, *args: Any) -> Any:
         # The generation's own number in the place of the last one that ended a step.
@@ -164,8 +142,6 @@ def _forgets_links_that_failed_before_a_planned_generation() -> Any:
         (_leaves_what_a_lost_agent_had_not_written_at_the_end, (1972, 2394, 2553), 3000),
         (_writes_what_the_log_of_a_lost_member_may_have, (50, 583, 883), 3000),
         (_does_not_say_who_may_have_reported_the_step_that_is_done_again, (1135, 1255, 2091), 3000),
-        (_takes_the_log_of_the_first_for_that_of_all, (75324,), 3000),
-        (_keeps_waiting_for_nodes_when_others_have_finished, (37353,), 3000),
         soak(_forgets_links_that_failed_before_a_planned_generation, (0,), 8000),
     ],
 )
@@ -185,33 +161,9 @@ def blocks(shown: tuple[int, ...], seeds: int) -> Iterator[range]:
     yield from (range(first, first + 50) for first in range(0, seeds, 50))
 
 
-def test_that_a_lost_step_is_reported_with_its_last_teller_alone_does_not_go_unseen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def keep(self: reports.StepReports, tellers: Any, report: dict[str, Any]) -> None:
-        original(self, tellers[:1], report)
-
-    original = reports.StepReports._keep
-    monkeypatch.setattr(reports.StepReports, "_keep", keep)
-    assert any(simulate_all(block, tree=True) for block in blocks((34972,), 3000))
-
-
 def test_that_nobody_tells_whom_it_has_left_behind_does_not_go_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport.Transport, "entering", lambda self, generation: contextlib.nullcontext())
     assert any(simulate_all(block, tree=True) for block in blocks((148, 216, 810), 3000))
-
-
-def test_that_a_broken_link_is_made_anew_within_a_generation_does_not_go_unseen(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def link_up(self: transport.Transport, peers: Any, generation: int) -> None:
-        self._check(generation)
-        if any(peer not in self._links and peer in self._known for peer in peers):
-            members = {who: where for who, where in self._known.items() if who in peers or who == self.worker}
-            self.connect(members, generation=generation, timeout_s=transport.PATIENCE_S)
-
-    monkeypatch.setattr(transport.Transport, "link_up", link_up)
-    assert any(simulate_all(block, tree=True) for block in blocks((51794,), 3000))
 
 
 # -- the same for native groups --
@@ -277,22 +229,6 @@ def _does_not_name_those_that_it_left_in_an_agreement() -> Any:
     return reports, "_gone", gone
 
 
-def _takes_a_line_that_is_told_again_for_the_end_of_the_log() -> Any:
-    def note(self: step_lines.StepLines, report: Any) -> None:
-        self.in_log = report.fields["step"] + 1
-
-    return step_lines.StepLines, "note", note
-
-
-def _knows_nothing_of_the_last_step_before_it_came() -> Any:
-    def inherit(self: reports.StepReports, verdict: Any) -> None:
-        if self.last is not None:
-            original(self, verdict)
-
-    original = reports.StepReports.inherit
-    return reports.StepReports, "inherit", inherit
-
-
 NATIVE_DEFECTS = [
     (_takes_a_group_that_others_may_not_have, (10,)),
     (_takes_a_group_as_soon_as_it_is_open, (0,)),
@@ -304,8 +240,6 @@ NATIVE_DEFECTS = [
     (_looks_at_no_link_while_it_waits, (27, 340, 1419)),
     (_leaves_a_failed_device_to_itself, (280, 625, 751)),
     (_does_not_name_those_that_it_left_in_an_agreement, (27668,)),
-    (_takes_a_line_that_is_told_again_for_the_end_of_the_log, (45653,)),
-    (_knows_nothing_of_the_last_step_before_it_came, (64499,)),
 ]
 
 
