@@ -202,8 +202,9 @@ class Recovery:
         return newer.aborts_step_before if newer.aborts_step_before > active.number else 0
 
     def _peers(self, generation: Generation) -> dict[str, str]:
-        """Addresses of those with whom the collectives go, itself included, in the generation's order."""
+        """Addresses of those to whom links are made before the votes, and its own, in the generation's order."""
         near = {self._client.worker, *neighbours(generation.ids, self._client.worker)}
+        near.update(self._transport.hung_up(generation.ids))  # before anything of this generation goes
         return {worker.id: worker.address for worker in generation.workers if worker.id in near}
 
     # -- the sequence -------------------------------------------------------------------------------------------

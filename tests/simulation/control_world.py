@@ -14,6 +14,7 @@ from elaunch.agent.decisions.actions import Record
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.decide import MembershipSettings
 from elaunch.rendezvous.membership import Generation, node_of, slot_of
+from elaunch.rendezvous.rules.escalate import REPLACE_AFTER
 from tests.simulation.control_node import Node
 from tests.simulation.control_store import Document, Store
 from tests.simulation.control_worker import Op, Worker
@@ -80,6 +81,8 @@ class World:
         self.linked: set[frozenset[str]] = set()
         self.cursed: set[frozenset[str]] = set()  # pairs of slots between whose workers no link lasts
         self.parted: dict[frozenset[str], float] = {}  # since when nothing passes between two nodes
+        self.n_broken = 0  # links that broke once
+        self.were_parted = False
 
     # -- time and delays ----------------------------------------------------------------------------------------
 
@@ -155,6 +158,10 @@ class World:
         slots = frozenset((slot_of(one), slot_of(other)))
         return bool(self.sick & {one, other}) or slots in self.cursed
 
+    def may_replace(self) -> bool:
+        """Whether links may have failed so often that a live worker is replaced."""
+        return bool(self.sick or self.deaf or self.cursed) or self.were_parted or self.n_broken >= REPLACE_AFTER
+
     def apart(self, one: str, other: str) -> bool:
         """Whether nothing passes between the nodes of two workers."""
         return bool(self.parted) and frozenset((node_of(one), node_of(other))) in self.parted
@@ -221,6 +228,7 @@ class World:
         """The link between two live workers breaks, once."""
         pair = frozenset((one, other))
         self.note("FAULT:", f"the link {' - '.join(sorted(pair))} breaks")
+        self.n_broken += 1
         self.linked.discard(pair)
         for name in sorted(pair):
             worker = self.workers[name]
@@ -250,7 +258,7 @@ class World:
     def part(self, one: str, other: str) -> None:
         """Nothing passes between two nodes from now on; each of them reaches the store and all other nodes."""
         self.note("FAULT:", f"nothing passes between {one} and {other} any more")
-        self.parted[frozenset((one, other))] = self.now_s
+        self.parted[frozenset((one, other))], self.were_parted = self.now_s, True
         self.look_around_all()
 
     def heal(self, one: str, other: str) -> None:

@@ -82,6 +82,7 @@ class JobWorld(World):
 
     def break_link(self, one: str, other: str) -> None:
         self.note("FAULT:", f"the link {' - '.join(sorted((one, other)))} breaks")
+        self.n_broken += 1
         for end in self.network.ends(one, other):
             end.cut_short(self.notice_s())
 

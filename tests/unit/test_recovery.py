@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,8 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.recovery import Recovery
-from tests.unit.comm_crew import crew
+from tests.helpers import wait_until
+from tests.unit.comm_crew import PATIENCE_S, crew
 from tests.unit.test_leaving import ME, Agent, Runtime
 
 ORDER = ["pause", "vote", "agreed", "plan", "transfer", "barrier", "resume", "joined"]
@@ -213,3 +214,32 @@ def test_those_that_may_have_settled_the_step_while_this_worker_was_interrupted_
     agent.tells(Generation(5, GenerationStage.TRAIN, (here,), aborts_step_before=5, begun=True))
     membership.agree()
     assert verdicts == [(4, (other.worker,)), (5, ())]
+
+
+class EnoughSeenError(Exception):
+    """Ends a test."""
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_link_that_broke_is_made_anew_before_the_votes_although_no_collective_needs_it(
+    breaks: bool, transports: Sequence[Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later nobody would know whether its peer had sent something of this generation over the old one."""
+    transport, other = transports
+    workers = tuple(Worker(one.worker, "a", rank, one.address) for rank, one in enumerate(transports))
+    agent, made = Agent(), list[str]()
+    if breaks:
+        other.retain(())
+        wait_until(lambda: transport.hung_up([other.worker]) != (), PATIENCE_S, "the link breaks")
+
+    def connect(members: Mapping[str, str], *, generation: int, timeout_s: float) -> None:
+        made.extend(members)
+        raise EnoughSeenError
+
+    monkeypatch.setattr(recovery, "neighbours", lambda members, me: ())
+    monkeypatch.setattr(transport, "connect", connect)
+    membership = Recovery(agent, transport, Runtime())  # type: ignore[arg-type]
+    agent.tells(Generation(2, GenerationStage.TRAIN, workers, aborts_step_before=2, begun=True))
+    with pytest.raises(EnoughSeenError):
+        membership.agree()
+    assert made == [ME, *[other.worker] * breaks]
