@@ -28,6 +28,9 @@ AGAIN = "again"
 It lists those of them that are no members any more, while their agents may have the line.
 """
 
+THROUGH = "through"
+"""With `AGAIN`, of a step before the last: so many steps have committed, and the other log may have them, too."""
+
 MOST_NAMES = 64
 """So many workers are listed at most."""
 

@@ -195,9 +195,10 @@ class Recovery:
     def _overtaken(self, newer: Generation, active: Generation) -> int:
         """Returns the generation below which a newer one ends what is under way at once; 0: it waits for a boundary.
 
-        Also on the way into a generation the planned end of the job waits: at the boundary the state is saved.
+        Also on the way into a generation a planned one waits that lets members go: some of them may be in its first
+        step already, and at the planned end of the job the state is saved at the boundary.
         """
-        if self._entering and not self._firm and newer.ids:
+        if self._entering and not self._firm and set(active.ids) <= set(newer.ids):
             return newer.number
         return newer.aborts_step_before if newer.aborts_step_before > active.number else 0
 

@@ -216,6 +216,21 @@ def test_told_after_the_boundary_that_the_others_go_on_without_it_it_enters_firs
     assert left.value.generation.number == 6
 
 
+def test_on_the_way_out_of_a_broken_step_a_planned_change_that_lets_members_go_waits_for_the_next_boundary(
+    job: SimpleNamespace,
+) -> None:
+    """Those that have arrived may be in the step already, and it cannot be done without those that are to go."""
+    job.tell(3, job.here, urgent=3)
+    job.runtime.on_the_way = lambda: job.tell(4, OTHER, urgent=3)
+    job.membership.agree(GenerationChanged(3))
+    job.membership.settle()
+    assert job.runtime.entered == [2, 3]
+    assert at_a_boundary(job.membership)
+    with pytest.raises(Left) as left:
+        job.membership.agree()
+    assert left.value.generation.number == 4
+
+
 def test_told_while_it_goes_over_to_another_plan_it_does_so_first(job: SimpleNamespace) -> None:
     job.runtime.on_the_way = lambda: job.tell(3, OTHER)
     job.membership.reconsider("another plan")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from elaunch.agent.decisions.actions import Action, AskEnd, Record
 from elaunch.agent.decisions.step_lines import HOLD_S, MOST_CHARACTERS, StepLines
-from elaunch.wire import AGAIN, MOST_NAMES, Report
+from elaunch.wire import AGAIN, MOST_NAMES, THROUGH, Report
 
 HEIR, NEXT = "b/0#0", "b/1#0"
 LOST, OTHER = "a/0#0", "c/0#0"
@@ -50,6 +50,13 @@ def test_a_step_that_is_done_again_after_a_checkpoint_is_written_although_a_log_
     for logged, is_elsewhere in ((5, False), (6, True), (7, True), (8, False), (51, False)):
         lines = StepLines()
         lines.take(HEIR, report(5, LOST), 0.0)
+        assert steps(lines.heard_of_end(LOST, logged, 0.1)) == [(5, is_elsewhere)]
+
+
+def test_a_log_may_go_on_after_a_step_that_is_told_with_those_after_it() -> None:
+    for logged, is_elsewhere in ((5, False), (6, True), (9, True), (10, True), (11, False)):
+        lines = StepLines()
+        lines.take(HEIR, Report("step", {"step": 5, AGAIN: [LOST], THROUGH: 9}), 0.0)
         assert steps(lines.heard_of_end(LOST, logged, 0.1)) == [(5, is_elsewhere)]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from elaunch.rendezvous.membership import Generation, node_of
-from elaunch.wire import AGAIN, MOST_NAMES, Logged, Report
+from elaunch.wire import AGAIN, MOST_NAMES, THROUGH, Logged, Report
 from elaunch.workers.agent_client import Client
 from elaunch.workers.comm.group import Group
 from elaunch.workers.data.order import digest
@@ -275,7 +275,8 @@ class StepReports:
             if tellers[0] and node_of(tellers[0]) not in generation.nodes:
                 self._kept[step] = ((worker, *tellers), fields)
                 if worker == mine:
-                    self._client.send(Report("step", {**fields, AGAIN: _gone(generation, tellers[:1], tellers[1:])}))
+                    gone = _gone(generation, tellers[:1], tellers[1:])
+                    self._client.send(Report("step", {**fields, AGAIN: gone, THROUGH: steps}))
         self._heir = generation.ids[verdict.passed]
         if tells_again(verdict, generation, mine, known):
             told_by = {teller for _, teller in _all_told(verdict, known)}
@@ -310,9 +311,11 @@ class StepReports:
         first = node_of(group.members[0])
         heir = next((member for member in group.members if node_of(member) != first), "")
         if heir == self._client.worker:
+            steps = next(reversed(self._kept), -1) + 1
             for tellers, fields in self._kept.values():
                 if node_of(tellers[0]) == first:
-                    self._client.send(Report("step", {**fields, AGAIN: list(tellers[:MOST_NAMES])}))
+                    told = {AGAIN: list(tellers[:MOST_NAMES]), THROUGH: steps}
+                    self._client.send(Report("step", {**fields, **told}))
 
     def begin(self) -> None:
         """The first step of this member begins: it is measured from now on."""

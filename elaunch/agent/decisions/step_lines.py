@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from elaunch.agent.decisions.actions import Action, AskEnd, Record
-from elaunch.wire import AGAIN, MOST_NAMES, Report
+from elaunch.wire import AGAIN, MOST_NAMES, THROUGH, Report
 
 HOLD_S = 8.0
 """How long a line waits: longer than an agent that does not answer has its lease, as that is by default."""
@@ -122,12 +122,20 @@ class StepLines:
                 self.asked, self._until_s = unknown, now_s + HOLD_S
                 return [*actions, AskEnd(unknown)]
             step = line.report.fields.get("step")
-            # A log that has more than the next step, too, is of steps before the job went back to a checkpoint.
-            is_elsewhere = isinstance(step, int) and any(step < self._ended[one] <= step + 2 for one in tellers)
+            # A log that has more than the step under way, too, is of steps before the job went back to a checkpoint.
+            is_elsewhere = isinstance(step, int) and any(
+                step < self._ended[one] <= _committed(line.report, step) + 1 for one in tellers
+            )
             self._waiting.popleft()
             actions.append(replace(line, is_elsewhere=is_elsewhere))
         self._ended.clear()
         return actions
+
+
+def _committed(report: Report, step: int) -> int:
+    """Returns how many steps had committed when a step was reported."""
+    through = report.fields.get(THROUGH)
+    return max(through if isinstance(through, int) else 0, step + 1)
 
 
 def _tellers(report: Report) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from elaunch.agent.output.events import EventLog
 from elaunch.policy.stragglers import track
-from elaunch.wire import AGAIN, Report
+from elaunch.wire import AGAIN, THROUGH, Report
 
 
 class Journal:
@@ -40,7 +40,8 @@ class Journal:
         """Appends a worker's event; it may bring its own time and generation."""
         fields = dict(report.fields)
         if report.kind == "step":
-            fields.pop(AGAIN, None)  # what agents need to know of it
+            for name in (AGAIN, THROUGH):  # what agents need to know of it
+                fields.pop(name, None)
         t, number = fields.pop("t", None), fields.pop("generation", None)
         self._events.write(
             report.kind,
