@@ -55,6 +55,7 @@ class _Change:
         causes: for people, each with its Unix time; 0: unknown.
         doubt: whether a member has yet to say whom it cannot reach.
         is_empty: whether all that stay are newcomers, which hold no state yet.
+        has_death: whether one of those that were told to leave has died before.
     """
 
     survivors: tuple[Worker, ...] = ()
@@ -67,6 +68,7 @@ class _Change:
     causes: tuple[tuple[float, str], ...] = ()
     doubt: bool = False
     is_empty: bool = False
+    has_death: bool = False
 
     @property
     def aborts_step(self) -> bool:
@@ -289,6 +291,7 @@ def _compare(
             for doc in nodes
         ),
         is_empty=newcomers.issuperset(worker.id for worker in survivors),
+        has_death=bool(dead),
     )
 
 
@@ -388,8 +391,9 @@ def _escalate(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...
     """Counts the urgent generations in a row, and lets the others go on without a worker to which links always fail."""
     if not change.aborts_step:
         return change, generation.streak
-    streak = escalate.follow(generation, nodes, reset=not change.lost, doubted=change.doubted)
-    if change.lost:
+    has_death = bool(change.lost) or change.has_death
+    streak = escalate.follow(generation, nodes, reset=not has_death, doubted=change.doubted)
+    if has_death:
         return change, streak
     members = [worker.id for worker in change.survivors]
     heard = [doc for doc in nodes if doc.progress.generation >= generation.aborts_step_before]

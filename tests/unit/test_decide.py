@@ -24,6 +24,7 @@ from elaunch.rendezvous.membership import (
     RequestedPlan,
     Restarts,
     Result,
+    Streak,
     Worker,
     WorkerState,
 )
@@ -769,6 +770,12 @@ class TestTheEnd:
         assert (after.ids, after.leaving, after.aborts_step_before) == (("b/0#0",), ("c/0#0",), 6)
         assert ended(ask(now, node("a", DONE, finished=True), leaves)).succeeded
         assert announced(ask(now, node("a", MEMBER), node("b", MEMBER), leaves)).leaving == ()
+
+    def test_the_death_of_one_that_was_to_leave_is_no_failure_of_links(self) -> None:
+        now = replace(train("a/0#0", "b/0#0", leaving=("c/0#0",)), streak=Streak(urgent=2, resets=2, members=3))
+        docs = node("a", MEMBER, unreachable=("c/0#0",)), node("b", MEMBER)
+        after = announced(ask(now, *docs))
+        assert (after.ids, after.streak.resets, after.streak.urgent) == (("a/0#0", "b/0#0"), 2, 3)
 
     def test_a_worker_that_finished_and_then_failed_fails_the_job(self) -> None:
         docs = node("a", DONE, failed="worker a/0#0 exited with code 1"), node("b", DONE, finished=True)
