@@ -302,8 +302,7 @@ def train(
     change = _compare(view, generation, nodes, now_s, settings)
     if change.done:
         change = replace(change, joiners=())
-        # There is a step to repeat, and somebody who can.
-        repeats = change.aborts_step and not change.is_empty
+        repeats = change.aborts_step and not change.is_empty  # there is a step to repeat, and somebody who can
         waits = generation.hold and (not change.is_empty or bool(change.leaving))
         if not repeats and not waits:
             return _closing(generation, change, nodes)
@@ -391,9 +390,9 @@ def _escalate(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...
     """Counts the urgent generations in a row, and lets the others go on without a worker to which links always fail."""
     if not change.aborts_step:
         return change, generation.streak
-    has_death = bool(change.lost) or change.has_death
-    streak = escalate.follow(generation, nodes, reset=not has_death, doubted=change.doubted)
-    if has_death:
+    loses = bool(change.lost) or change.has_death
+    streak = escalate.follow(generation, nodes, reset=not loses, doubted=change.doubted)
+    if loses:
         return change, streak
     members = [worker.id for worker in change.survivors]
     heard = [doc for doc in nodes if doc.progress.generation >= generation.aborts_step_before]

@@ -130,6 +130,13 @@ def test_the_line_before_the_last_that_is_told_again_is_not_the_end_of_the_log()
     assert lines.has(again)
 
 
+def test_steps_that_are_told_again_do_not_shorten_a_log_that_goes_on_after_them() -> None:
+    for through, in_log in ((7, 7), (5, 4)):  # the second: it is of steps before the job went back to a checkpoint
+        lines = StepLines(in_log=7)
+        lines.note(Report("step", {"step": 3, AGAIN: [LOST], THROUGH: through}))
+        assert lines.in_log == in_log
+
+
 def test_what_is_told_of_the_log_changes_when_a_worker_ends_and_not_with_each_step() -> None:
     lines = StepLines()
     lines.note(report(5))

@@ -72,10 +72,10 @@ class StepLines:
     def note(self, report: Report) -> None:
         """Notes that a log has the line on a step.
 
-        One that is told again may come after its next one. If it is older, the job went back to a checkpoint.
+        One that is told again may come after those that follow it, and is not the end of the log then.
         """
         step = report.fields.get("step")
-        if isinstance(step, int) and not (AGAIN in report.fields and step + 2 == self.in_log):
+        if isinstance(step, int) and not (AGAIN in report.fields and _log_has(self.in_log, report, step)):
             self.in_log = step + 1
 
     def note_end(self) -> None:
@@ -122,9 +122,8 @@ class StepLines:
                 self.asked, self._until_s = unknown, now_s + HOLD_S
                 return [*actions, AskEnd(unknown)]
             step = line.report.fields.get("step")
-            # A log that has more than the step under way, too, is of steps before the job went back to a checkpoint.
             is_elsewhere = isinstance(step, int) and any(
-                step < self._ended[one] <= _committed(line.report, step) + 1 for one in tellers
+                _log_has(self._ended[one], line.report, step) for one in tellers
             )
             self._waiting.popleft()
             actions.append(replace(line, is_elsewhere=is_elsewhere))
@@ -132,10 +131,14 @@ class StepLines:
         return actions
 
 
-def _committed(report: Report, step: int) -> int:
-    """Returns how many steps had committed when a step was reported."""
+def _log_has(logged: int, report: Report, step: int) -> bool:
+    """Returns whether a log that ends after so many steps has a step that is told again.
+
+    One with more than the step that was under way is of steps before the job went back to a checkpoint.
+    """
     through = report.fields.get(THROUGH)
-    return max(through if isinstance(through, int) else 0, step + 1)
+    committed = max(through if isinstance(through, int) else 0, step + 1)
+    return step < logged <= committed + 1
 
 
 def _tellers(report: Report) -> list[str]:
