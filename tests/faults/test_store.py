@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from elaunch import checkpoints
@@ -14,6 +13,7 @@ from tests.faults import test_hybrid
 from tests.faults.test_checkpoints import LAYERS, PATIENT, STEPS, check, run_layers
 from tests.faults.test_workers import reference
 from tests.helpers import Spawner, find_free_port, scaled, soak, wait_until
+from tests.jobs.plain_etcd import find_server
 from tests.jobs.watch import (
     SCRIPT,
     Node,
@@ -32,17 +32,7 @@ AWAY = "the rendezvous store is away"
 
 def etcd_of(node: Node) -> int:
     """Pid of the etcd that this agent has started, as soon as it runs its program."""
-
-    def found() -> int | None:
-        for child in psutil.Process(node.agent.pid).children():
-            try:
-                if Path(child.cmdline()[0]).name == "etcd" and child.status() != psutil.STATUS_ZOMBIE:
-                    return child.pid
-            except (psutil.NoSuchProcess, IndexError):
-                pass
-        return None
-
-    return wait_until(found, 20, f"an etcd of this agent; {node.agent.tail()}")
+    return wait_until(lambda: find_server(node.agent.pid), 20, f"an etcd of this agent; {node.agent.tail()}")
 
 
 def kill_etcd(node: Node) -> None:

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
@@ -25,6 +26,18 @@ def serving(folder: Path, host: str = "127.0.0.1") -> Iterator[EmbeddedEtcd]:
         yield server
     finally:
         server.stop()
+
+
+def find_server(agent: int) -> int | None:
+    """The process of the etcd that this agent has started, once it runs its program; None: it has none."""
+    try:
+        for child in psutil.Process(agent).children():
+            with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+                if Path(child.cmdline()[0]).name == "etcd" and child.status() != psutil.STATUS_ZOMBIE:
+                    return child.pid
+    except psutil.NoSuchProcess:
+        pass
+    return None
 
 
 def etcdctl(endpoint: str, *words: str) -> str:

@@ -3,46 +3,49 @@
 python -m tests.soak                                 1,000 faults
 python -m tests.soak --faults 50 --seed 3            others, fewer
 python -m tests.soak --round 17 --seed 3             one job of these again
-python -m tests.soak --kinds KILL,"node lost" --settings hybrid
+python -m tests.soak --kinds KILL,"node lost" --settings hybrid --stores "etcd; three nodes, secret"
+python -m tests.soak --faults 100000 --minutes 60    as many as an hour has time for
 
-Each job has three hosts, which are network namespaces, with two workers each. After each fault all must be there
-again, those that it did not hit in the processes that they had. At the end each step must have been done once, with
-the samples and, to 1e-9, the losses of an undisturbed job; all agents must have ended well and left nothing behind.
+Each job has three hosts, which are network namespaces, with two workers each; its store is an etcd apart, or one that
+its nodes host. After each fault all must be there again, those that it did not hit in the processes that they had. At
+the end each step must have been done once, with the samples and, to 1e-9, the losses of an undisturbed job, and have
+one line in the logs (docs/failures.md has the exceptions); all agents must have ended well and left nothing behind.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import pytest
 
 from tests import forks
 from tests.helpers import TEST_ID, end_processes_left
 from tests.soak.means import missing
-from tests.soak.rig import Unmet
-from tests.soak.run import Met, Steps, run_round, undisturbed
-from tests.soak.schedule import KINDS, SETTINGS, Round, make_round
+from tests.soak.report import Tried, summary
+from tests.soak.run import Findings, run_round, undisturbed
+from tests.soak.schedule import KINDS, SETTINGS, STORES, Round, make_round
+from tests.soak.steps import Steps, Unmet
 
 GRACE_S = 5.0
 
 
-def listed(text: str, names: dict[str, object], what: str) -> list[str]:
-    """Returns the names in a text, between commas.
+def listed(text: str, names: dict[str, object], what: str, between: str = ",") -> list[str]:
+    """Returns the names in a text, with that between them.
 
     Raises:
         argparse.ArgumentTypeError: one is none of these.
     """
-    found = [name.strip() for name in text.split(",")]
+    found = [name.strip() for name in text.split(between)]
     for name in found:
         if name not in names:
             raise argparse.ArgumentTypeError(f"no {what} is called {name!r}; there are {', '.join(names)}")
@@ -54,7 +57,7 @@ def rounds(args: argparse.Namespace) -> Iterator[Round]:
     number = args.round if args.round is not None else 0
     kinds = [kind for kind in args.kinds if kind not in missing()]
     while True:
-        yield make_round(args.seed, number, args.each, args.settings, kinds)
+        yield make_round(args.seed, number, args.each, args.settings, kinds, args.stores)
         if args.round is not None:
             return
         number += 1
@@ -72,65 +75,67 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no further job after so long")
     parser.add_argument("--kinds", type=lambda text: listed(text, dict(KINDS), "fault"), default=list(KINDS))
     parser.add_argument("--settings", type=lambda text: listed(text, dict(SETTINGS), "job"), default=list(SETTINGS))
-    parser.add_argument("--folder", type=Path, help="for logs; kept. Else that of a job that fails is kept")
+    parser.add_argument("--stores", type=lambda text: listed(text, dict(STORES), "store", ";"), default=list(STORES))
+    parser.add_argument("--folder", type=Path, help="for logs; kept. Else only those of jobs that fail are kept")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="where the table goes as JSON; else into the folder")
     args = parser.parse_args(argv)
-    for kind, why in missing().items():
-        if kind in args.kinds:
-            print(f"no {kind!r} here: {why}", flush=True)
     top = args.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     top.mkdir(exist_ok=True)
     token = uuid.uuid4().hex
     os.environ[TEST_ID] = f"{token}/0"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    met: list[tuple[Round, Met]] = []
-    failed: list[str] = []
+    jobs: list[Tried] = []
     expected: dict[str, Steps] = {}
-    end_s = time.monotonic() + 60 * args.minutes
+    begin_s = time.monotonic()
     try:
         for round_ in rounds(args):
-            if len(met) >= args.faults or time.monotonic() > end_s:
+            if sum(len(job.findings.met) for job in jobs) >= args.faults:
                 break
-            name = f"round {round_.number} ({round_.setting}{', clocks' if round_.has_clocks else ''})"
-            folder = top / f"round-{round_.number}"
-            found: list[Met] = []
+            if time.monotonic() > begin_s + 60 * args.minutes:
+                break
             os.environ[TEST_ID] = f"{token}/{round_.number + 1}"
-            try:
-                if round_.api not in expected:
-                    expected[round_.api] = undisturbed(top / f"undisturbed-{round_.api}", round_.api)
-                run_round(folder, round_, expected[round_.api], found.append)
-                if left := end_processes_left(f"{token}/{round_.number + 1}", frozenset(), GRACE_S):
-                    raise Unmet("processes are left: " + "; ".join(left))
-            except (Unmet, pytest.fail.Exception, AssertionError, OSError) as error:
-                (top / f"round-{round_.number}.failed").write_text(str(error))
-                failed.append(name)
-                print(f"{name} FAILED after {[one.fault.kind for one in found]}, see {folder}: ", end="")
-                print(str(error).partition("\n")[0], flush=True)
-            met += [(round_, one) for one in found]
-            print(f"{name}: {len(found)} faults met, {len(met)} in all, {len(failed)} jobs failed", flush=True)
+            job = one_job(top, round_, expected)
+            if left := end_processes_left(f"{token}/{round_.number + 1}", frozenset(), GRACE_S):
+                job = replace(job, failure=job.failure or "processes are left: " + "; ".join(left))
+            jobs.append(job)
+            tell(job, top)
+            if not (job.failure or args.folder):
+                shutil.rmtree(folder_of(top, round_))
     finally:
         forks.close_all()
-    print()
-    print(table(met))
-    print(f"\n{len(met)} faults, {len({round_.number for round_, _ in met})} jobs, {len(failed)} of them failed")
-    return 1 if failed else 0
+    left_out = [f"no {kind!r} here: {why}" for kind, why in missing().items() if kind in args.kinds]
+    report = summary(jobs, args.seed, (time.monotonic() - begin_s) / 60, left_out)
+    report.print()
+    path = args.json or top / "soak.json"
+    report.write(path)
+    print(f"as JSON: {path}")
+    return 1 if any(job.failure for job in jobs) else 0
 
 
-def table(met: list[tuple[Round, Met]]) -> str:
-    """How often each kind of fault was met, and how fast jobs went on."""
-    of_kind: dict[str, list[Met]] = defaultdict(list)
-    for _, one in met:
-        of_kind[one.fault.kind].append(one)
-    lines = [
-        "| fault | times | until two more steps, median (worst), s | until all are there again, median (worst), s |",
-        "|---|---|---|---|",
-    ]
-    for kind in KINDS:
-        if several := of_kind.get(kind):
-            on, whole = [one.on_s for one in several], [one.whole_s for one in several]
-            cells = [f"{median(values):.2f} ({max(values):.2f})" for values in (on, whole)]
-            lines.append(f"| {kind} | {len(several)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def folder_of(top: Path, round_: Round) -> Path:
+    """Returns where a job has its logs."""
+    return top / f"round-{round_.number}"
+
+
+def one_job(top: Path, round_: Round, expected: dict[str, Steps]) -> Tried:
+    """Runs a job; `expected` has the steps of undisturbed ones, and gets those that were not run yet."""
+    findings = Findings()
+    try:
+        if round_.api not in expected:
+            expected[round_.api] = undisturbed(top / f"undisturbed-{round_.api}", round_.api, round_.steps)
+        run_round(folder_of(top, round_), round_, expected[round_.api], findings)
+    except (Unmet, pytest.fail.Exception, AssertionError, OSError) as error:
+        (top / f"round-{round_.number}.failed").write_text(str(error))
+        after = ", ".join(one.fault.kind for one in findings.met) or "no fault"
+        return Tried(round_, findings, f"after {after}: {str(error).partition(chr(10))[0]}")
+    return Tried(round_, findings)
+
+
+def tell(job: Tried, top: Path) -> None:
+    """Prints how a job went."""
+    went = f"FAILED, see {folder_of(top, job.round)}: {job.failure}" if job.failure else "passed"
+    print(f"{job.name}: {len(job.findings.met)} faults met; {went}", flush=True)
 
 
 if __name__ == "__main__":

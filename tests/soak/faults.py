@@ -7,13 +7,15 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from tests.soak.means import DISK_MB, MB, memory_limit
-from tests.soak.rig import Rig, Unmet
-from tests.soak.schedule import HOSTS, Fault
+from tests.soak.rig import Rig
+from tests.soak.schedule import HOSTS, Fault, second_host
+from tests.soak.steps import Unmet
 
 Wait = float | Callable[[], object]
 """Seconds, or a condition."""
@@ -81,12 +83,8 @@ class Faults:
         yield self._ended(fault.host, self._hit(fault.host, fault.slot, number))
 
     def _two(self, fault: Fault) -> Iterator[Wait]:
-        """Two workers, so fast after each other that nobody has gone on without the first.
-
-        They are of two hosts where each worker has the whole state; else of one host, as the one copy of what a worker
-        has alone is on another.
-        """
-        other = HOSTS[(HOSTS.index(fault.host) + 1) % len(HOSTS)] if self.rig.round.api == "init" else fault.host
+        """Two workers, so fast after each other that nobody has gone on without the first."""
+        other = second_host(fault, self.rig.round.api)
         first = self._hit(fault.host, fault.slot, signal.SIGKILL)
         yield fault.seconds / 40
         second = self._hit(other, 1 - fault.slot, signal.SIGKILL)
@@ -99,6 +97,7 @@ class Faults:
         node.agent.signal(signal.SIGKILL)
         pids = list(node.pids.values())
         yield lambda: not node.runs and not any(map(psutil.pid_exists, pids))
+        node.note_lost()
         node.pids.clear()
         yield fault.seconds
         self.rig.start(fault.host)
@@ -118,21 +117,27 @@ class Faults:
         self.rig.net.plug(fault.host, into=False)
         yield fault.seconds
         self.rig.net.plug(fault.host, into=True)
+        if fault.seconds > EXPELS_S:
+            self.rig.hosts[fault.host].note_lost()
 
     def _stop_store(self, fault: Fault) -> Iterator[Wait]:
-        pid = self.rig.etcd.pid
-        assert pid is not None
+        _, pid = self.rig.server(fault.host)
         os.kill(pid, signal.SIGSTOP)
         yield fault.seconds
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
     def _kill_store(self, fault: Fault) -> Iterator[Wait]:
-        pid = self.rig.etcd.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        yield fault.seconds
-        self.rig.etcd.start_again()
-        self.rig.etcd.wait_ready(30)
+        """The server alone, which its agent starts again; or the agent that hosts it, and so all of that host."""
+        host, pid = self.rig.server(fault.host)
+        spared = self.rig.round.spared
+        if host and fault.slot and not (spared and spared[0] == host):
+            yield from self._agent(replace(fault, host=host))
+        else:
+            os.kill(pid, signal.SIGKILL)
+            yield fault.seconds
+            self.rig.store.start_again()
+        yield self.rig.store_answers
 
     def _fill_disk(self, fault: Fault) -> Iterator[Wait]:
         """Until a checkpoint has failed for it; one must succeed when there is room again."""
@@ -205,6 +210,7 @@ class Faults:
         (left,) = [node for node in hosts.values() if not node.runs]
         self._succeeded(left.agent.process.poll(), f"node {left.name}, which had left", left.agent.tail())
         self.victims = set(left.pids) | set(left.exits)
+        yield self.rig.store_answers  # the node that has left may have hosted it
         more = self.rig.ctl("resize", f"1:{len(HOSTS)}")
         yield lambda: more.process.poll() is not None
         self._succeeded(more.process.poll(), "elaunch ctl resize", more.tail())

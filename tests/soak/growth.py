@@ -55,6 +55,10 @@ class Growth:
             for (kind, name, _), looks in self._looks.items()
         )
 
+    def judged(self) -> Counter[str]:
+        """Returns how many processes were seen often enough to be compared, by kind."""
+        return Counter(kind for (kind, _, _), looks in self._looks.items() if len(looks) >= LOOKS)
+
     def found(self) -> list[str]:
         """Returns a line for each process that has grown."""
         lines = []

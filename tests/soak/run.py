@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -14,18 +12,13 @@ from tests.helpers import Spawner, wait_until
 from tests.jobs.watch import elaunch
 from tests.soak.faults import Faults, patience_s
 from tests.soak.growth import Growth
-from tests.soak.rig import END_S, SCRIPT, SLOW_END, SLOW_SLEEP_S, STEPS, Event, Rig, Unmet, end_quietly, with_rig
+from tests.soak.rig import END_S, SCRIPT, SLOW_END, SLOW_SLEEP_S, Rig, end_quietly, with_rig
 from tests.soak.schedule import HOSTS, Fault, Round
+from tests.soak.steps import Steps, Unmet, check_steps, done_again
 
 POLL_S = 0.01
-ROUNDING = 1e-9
 ON = 2
 """So many steps after the one that was the newest have committed once the job goes on: one may have been committing."""
-
-WENT_BACK = r"copies of step \d+ were not complete when a worker was lost: going on from step (\d+)"
-
-Steps = dict[int, tuple[str, float]]
-"""Of each step, the digest of its samples and its loss."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +30,30 @@ class Met:
     whole_s: float
 
 
-def undisturbed(folder: Path, api: str) -> Steps:
+@dataclass(frozen=True)
+class Findings:
+    """What a job has shown.
+
+    Attributes:
+        met: the faults that it has met.
+        twice: steps with a line more, of an agent that was lost (`tests.soak.steps`).
+        again: steps that were done again, since the job went back.
+        judged: how many processes were seen often enough to tell whether they grow, by kind.
+    """
+
+    met: list[Met] = field(default_factory=list)
+    twice: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
+    judged: dict[str, int] = field(default_factory=dict)
+
+
+def undisturbed(folder: Path, api: str, steps: int) -> Steps:
     """Runs a job of one worker to its end, as fast as it can."""
     folder.mkdir()
     (folder / "control").mkdir()
     spawn = Spawner(folder)
     try:
-        script = (SCRIPT, f"--api={api}", f"--steps={STEPS}", f"--control={folder / 'control'}")
+        script = (SCRIPT, f"--api={api}", f"--steps={steps}", f"--control={folder / 'control'}")
         node = elaunch(spawn, folder, "--standalone", script=script)
         if code := node.agent.wait(2 * END_S):
             raise Unmet(f"the undisturbed job ended with {code}\n{node.agent.tail()}")
@@ -52,22 +62,28 @@ def undisturbed(folder: Path, api: str) -> Steps:
         end_quietly(spawn, folder / "logs")
 
 
-def run_round(folder: Path, round_: Round, expected: Steps, say: Callable[[Met], None]) -> list[Met]:
+def run_round(folder: Path, round_: Round, expected: Steps, findings: Findings) -> None:
     """Runs a job through its faults to its end.
 
-    Returns:
-        Those that it has met: all of them, unless its steps ran out.
+    Args:
+        folder: for logs and files, one of its own.
+        round_: which job.
+        expected: the steps of the undisturbed job.
+        findings: gets what the job shows, as soon as it does: all of its faults, unless its steps run out.
 
     Raises:
         Unmet: something is not as it must be.
     """
-    met: list[Met] = []
 
     def use(rig: Rig) -> None:
         try:
-            _through(rig, met, say)
-            events = [event for node in rig.all for event in node.events]
-            check_steps(events, _went_back(rig), expected)
+            _through(rig, findings)
+            logs = [node.log for node in rig.all]
+            again = done_again([node.agent.text() for node in rig.all], logs)
+            findings.again.extend(again)
+            findings.twice.extend(check_steps(logs, again, expected))
+            if parts := rig.parts():
+                raise Unmet(f"the job has left checkpoints unfinished: {', '.join(parts)}")
         except (Unmet, pytest.fail.Exception) as error:
             raise Unmet(f"{error}\n{rig.tails()}") from None
 
@@ -76,29 +92,28 @@ def run_round(folder: Path, round_: Round, expected: Steps, say: Callable[[Met],
     left = sorted(str(path.relative_to(folder)) for path in (folder / "tmp").rglob("*") if path.is_file())
     if left:
         raise Unmet(f"the job has left files behind: {', '.join(left[:10])}")
-    return met
 
 
-def _through(rig: Rig, met: list[Met], say: Callable[[Met], None]) -> None:
+def _through(rig: Rig, findings: Findings) -> None:
     for host in HOSTS:
         rig.start(host)
     wait_until(lambda: _has_begun(rig), END_S, "the job to begin")
-    faults, growth = Faults(rig), Growth()
+    faults, growth, steps = Faults(rig), Growth(), rig.round.steps
     for fault in rig.round.faults:
-        if rig.last_step() > STEPS - SLOW_END // 5:
+        if rig.last_step() > steps - SLOW_END // 5:
             break
-        if rig.last_step() > STEPS - SLOW_END:
+        if rig.last_step() > steps - SLOW_END:
             rig.pace(SLOW_SLEEP_S)
         time.sleep(fault.pause_s)
-        met.append(_meet(rig, faults, fault))
-        say(met[-1])
+        findings.met.append(_meet(rig, faults, fault))
         with (rig.folder / "met").open("a") as file:
-            file.write(f"{met[-1]}\n")
+            file.write(f"{findings.met[-1]}\n")
         for node in rig.hosts.values():
             growth.look("agent", node.name, node.agent.pid)
             for worker, pid in node.pids.items():
                 growth.look("worker", worker, pid)
     (rig.folder / "growth").write_text(growth.told())
+    findings.judged.update(growth.judged())
     if lines := growth.found():
         raise Unmet("\n".join(lines))
     rig.pace(0.0)
@@ -106,11 +121,6 @@ def _through(rig: Rig, met: list[Met], say: Callable[[Met], None]) -> None:
         if code := node.agent.wait(END_S):
             raise Unmet(f"the agent of {node.name} ended with {code}")
     rig.look()
-
-
-def _went_back(rig: Rig) -> set[int]:
-    """Returns the steps from which the job has gone on anew, as its members have told."""
-    return {int(step) for node in rig.all for step in re.findall(WENT_BACK, node.node.agent.text())}
 
 
 def _has_begun(rig: Rig) -> bool:
@@ -154,32 +164,3 @@ def _meet(rig: Rig, faults: Faults, fault: Fault) -> Met:
     if lost:
         raise Unmet(f"{fault}: survivors have lost their processes: {lost}; now there are {after}")
     return Met(fault, on_s, time.monotonic() - begin_s)
-
-
-def check_steps(events: Iterable[Event], went_back: Collection[int], expected: Steps) -> None:
-    """Checks that each step was done once, with the samples and the loss of the undisturbed job.
-
-    Args:
-        events: of all agents.
-        went_back: steps to which the job went back, as the copies of the next one were not complete: each was done
-            again, by other members, so its loss may differ in its last bits.
-        expected: of the undisturbed job.
-
-    Raises:
-        Unmet: they were not.
-    """
-    found: dict[int, list[tuple[str, float]]] = {}
-    for event in events:
-        if event["kind"] == "step":
-            found.setdefault(event["step"], []).append((event["digest"], event["loss"]))
-    for step, done in sorted(found.items()):
-        if step not in went_back and len(set(done)) > 1:
-            raise Unmet(f"step {step} was done twice: {' and '.join(map(str, done))}")
-    if sorted(found) != sorted(expected):
-        raise Unmet(f"steps are missing, or too many: {sorted(set(found) ^ set(expected))}")
-    for step, (digest, loss) in expected.items():
-        for found_digest, found_loss in found[step]:
-            if found_digest != digest:
-                raise Unmet(f"step {step} was done with other samples")
-            if abs(found_loss - loss) > ROUNDING * abs(loss):
-                raise Unmet(f"step {step} has the loss {found_loss!r}, in the undisturbed job it is {loss!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 HOSTS = ("a", "b", "c")
 WORKERS = 2
@@ -16,8 +16,18 @@ SETTINGS = {
     "hybrid": ("hybrid", "links"),
     "hybrid native": ("hybrid", "native"),
     "attach": ("attach", "links"),
+    "attach native": ("attach", "native"),
 }
 """The API of a job, and what its tensors go over."""
+
+STORES = {
+    "etcd": (0, False),
+    "first node": (1, False),
+    "three nodes": (3, False),
+    "first node, secret": (1, True),
+    "three nodes, secret": (3, True),
+}
+"""How many nodes of a job host its etcd (0: it is a server apart), and whether it has a secret, so that all is TLS."""
 
 KINDS = {
     "KILL": 3.0,
@@ -44,6 +54,12 @@ KINDS = {
 WITHOUT_CHECKPOINTS = {"attach"}
 """APIs whose jobs here write none, so that a full disk is none of their business."""
 
+ENDS_ONE = {"KILL", "STOP", "TERM", "SEGV", "memory limit"}
+ENDS_HOST = {"agent killed", "node lost", "host cut off", "drain", "file limit"}
+
+EVERY = 40
+"""Steps from one checkpoint to the next."""
+
 BY_CLOCK = 3
 """One job in so many has clocks of its own, which can be stepped: its programs cannot be forks of imported ones."""
 
@@ -61,17 +77,56 @@ class Fault:
 
 @dataclass(frozen=True)
 class Round:
-    """One job and its faults."""
+    """One job and its faults.
+
+    Attributes:
+        store: one of `STORES`.
+        spared: host and slot of a worker that no fault ends, nor its agent, so that they can be seen to grow. Only the
+            leader of the job may let its node go, when there are to be fewer.
+        steps: of the job; checkpoints come every `EVERY` of them.
+    """
 
     number: int
     setting: str
     has_clocks: bool
     faults: tuple[Fault, ...]
+    store: str = "etcd"
+    spared: tuple[str, int] | None = None
+    steps: int = 800
 
     @property
     def api(self) -> str:
         """`init`, `hybrid` or `attach`."""
         return SETTINGS[self.setting][0]
+
+
+def second_host(fault: Fault, api: str) -> str:
+    """Returns the host of the second worker that `two at once` hits.
+
+    It is another one where each worker has the whole state; else the same, as the one copy of what a worker has alone
+    is on another.
+    """
+    return HOSTS[(HOSTS.index(fault.host) + 1) % len(HOSTS)] if api == "init" else fault.host
+
+
+def ends(fault: Fault, api: str) -> frozenset[tuple[str, int]]:
+    """Returns the workers that a fault may end, by host and slot, as far as that is known before."""
+    if fault.kind in ENDS_ONE:
+        return frozenset({(fault.host, fault.slot)})
+    if fault.kind == "two at once":
+        return frozenset({(fault.host, fault.slot), (second_host(fault, api), 1 - fault.slot)})
+    if fault.kind == "file limit" and fault.slot:
+        return frozenset({(fault.host, 0)})
+    if fault.kind in ENDS_HOST:
+        return frozenset((fault.host, slot) for slot in range(WORKERS))
+    return frozenset()
+
+
+def sparing(fault: Fault, api: str, spared: tuple[str, int]) -> Fault:
+    """Returns the fault, or the one most like it that does not end that worker: in another slot, or on another host."""
+    others = (replace(fault, host=host, slot=slot) for host in HOSTS for slot in (fault.slot, 1 - fault.slot))
+    near = sorted(others, key=lambda other: (other.host != fault.host, other.slot != fault.slot))
+    return next(other for other in near if spared not in ends(other, api))
 
 
 def possible(setting: str, has_clocks: bool, asked: Sequence[str] = ()) -> list[str]:
@@ -84,16 +139,26 @@ def possible(setting: str, has_clocks: bool, asked: Sequence[str] = ()) -> list[
     return [kind for kind in KINDS if kind not in out and kind in (asked or KINDS)]
 
 
-def make_round(seed: int, number: int, count: int, settings: Sequence[str] = (), asked: Sequence[str] = ()) -> Round:
-    """Returns a job of one seed, which meets `count` faults. Each setting comes in turn."""
+def make_round(
+    seed: int,
+    number: int,
+    count: int,
+    settings: Sequence[str] = (),
+    asked: Sequence[str] = (),
+    stores: Sequence[str] = (),
+    steps: int = 800,
+) -> Round:
+    """Returns a job of one seed, which meets `count` faults. Each setting comes in turn, over each store in turn."""
     chance = random.Random(f"{seed} {number}")
-    names = list(settings or SETTINGS)
-    setting = names[number % len(names)]
-    has_clocks = list(asked) == ["clock step"] or (number // len(names)) % BY_CLOCK == BY_CLOCK - 1
+    names, hosted = list(settings or SETTINGS), list(stores or STORES)
+    lap, place = divmod(number, len(names))
+    setting = names[place]
+    has_clocks = list(asked) == ["clock step"] or lap % BY_CLOCK == BY_CLOCK - 1
     kinds = possible(setting, has_clocks, asked)
     if not kinds:
         raise ValueError(f"a job of {setting!r} meets none of {', '.join(asked)}")
     weights = [KINDS[kind] for kind in kinds]
+    spared = chance.choice(HOSTS), chance.randrange(WORKERS)
     faults = tuple(
         Fault(
             chance.choices(kinds, weights)[0],
@@ -104,4 +169,6 @@ def make_round(seed: int, number: int, count: int, settings: Sequence[str] = (),
         )
         for _ in range(count)
     )
-    return Round(number, setting, has_clocks, faults)
+    store = hosted[(seed + lap + place) % len(hosted)]
+    faults = tuple(sparing(fault, SETTINGS[setting][0], spared) for fault in faults)
+    return Round(number, setting, has_clocks, faults, store, spared, steps)
