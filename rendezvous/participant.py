@@ -82,7 +82,7 @@ class Participant:
         self._reporter = reporter = Reporter(listener, self._setbacks)
         self._replica = Replica(job, doc.node, reporter, clock)
         followed = (
-            *(EDIT, "result", "leader", "size"),
+            *(EDIT, "config", "result", "leader", "size"),
             *(f"requests/{what}/{doc.node}" for what in ("drain", "deadlock")),
             *(("servers",) if cluster is not None else ()),
             *(("spares",) if settings.spares else ()),

@@ -168,6 +168,8 @@ class Leader:
                         f"{event.key} was deleted by somebody else; this node, which leads, writes it again"
                     )
                     self._put_last_generation()
+            case Duty.SETTINGS_WRITTEN:
+                self._session.note_settings(event.revision)
             case Duty.SIZE_ASKED:
                 if self.leads:
                     self._put_size()

@@ -52,6 +52,7 @@ class Duty(enum.Enum):
     GENERATION_UNKNOWN = "there is a newer generation, which has to be read as a whole"
     OWN_REPORT = "this node's report was written, maybe by somebody else, or is gone"
     GENERATION_DELETED = "the generation was deleted"
+    SETTINGS_WRITTEN = "somebody has written the settings of the job"
     SIZE_ASKED = "a newer size was asked for"
     SIZE_DELETED = "the size that counts was deleted"
     LEADER_DELETED = "nobody leads"
@@ -255,6 +256,8 @@ class Replica:
             return self._take_result(event)
         if name == "leader":
             return self._take_leader(event)
+        if name == "config":
+            return Duty.SETTINGS_WRITTEN if event.value is not None else None
         if name == "servers":
             self._take_servers(event)
         elif name == "spares":

@@ -17,6 +17,7 @@ from elaunch.errors import ElaunchError, JobFailed, LaunchError, ProtocolError, 
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.intake import read_reports, read_text
 from elaunch.rendezvous.membership import Generation, JobConfig, NodeDoc, Result, job_prefix, names_text
+from elaunch.rendezvous.node.held import HeldLease, Leadership
 from elaunch.rendezvous.node.mailbox import Mailbox
 from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.node.reporter import Reporter
@@ -57,36 +58,6 @@ class Entrant:
     lease_s: float
     hosted: bool = False
     founds: bool = False
-
-
-@dataclass(slots=True)
-class HeldLease:
-    """The node's lease in the store.
-
-    Attributes:
-        id: the store's; None: there is none.
-        renewed_s: when it was granted or renewed last.
-        due_s: when it is to be renewed next.
-        figures_id: the lease under which the figures of the node's check stand.
-    """
-
-    id: int | None = None
-    renewed_s: float = 0.0
-    due_s: float = 0.0
-    figures_id: int | None = None
-
-
-@dataclass(slots=True)
-class Leadership:
-    """Whether this node leads. The leader's key is bound to the lease, so both end together.
-
-    Attributes:
-        leads: whether it leads.
-        is_due: whether it is to try to, since nobody may be leading.
-    """
-
-    leads: bool = False
-    is_due: bool = False
 
 
 class Session:
@@ -139,6 +110,7 @@ class Session:
         self._watches: dict[tuple[str, ...], Watch] = {}
         self._written_revision = 0
         self._token = ""
+        self._settings_revision = 0
         self._is_present = False
 
     # -- documents by name ----------------------------------------------------------------------------------------
@@ -317,11 +289,33 @@ class Session:
                 f"the job runs with {found.theirs()}, this node was started with {found.ours()}: is that the same "
                 "folder? If not, no checkpoint will be complete"
             )
+        if self._token not in ("", config.token) and self._is_ahead():
+            self.store.replace(key, offered, entry.revision)
+            self.enter_job()
+            return
         self._replica.accept("config")
-        self._token = config.token
-        if not self.joined:
-            self.joined = True
+        self._settings_revision = entry.revision
+        if not self.joined or config.token != self._token:
+            self.joined, self._token = True, config.token
             self._reporter.listener.joined(config)
+
+    def note_settings(self, revision: int) -> None:
+        """Takes the job's settings anew if others have written them: a job that runs has come to this node's store.
+
+        Args:
+            revision: of the change.
+        """
+        if self.joined and self._replica.view.generation is None and revision > self._settings_revision:
+            self.enter_job()
+
+    def _is_ahead(self) -> bool:
+        """Returns whether this node knows a generation that the store does not: that has lost its data.
+
+        Whoever has come to it since has settings of its own, with another token, by which workers would not know each
+        other.
+        """
+        known, there = self._replica.view.generation, _number(self.get(GENERATION))
+        return known is not None and there is not None and there < known.number
 
     def _bring_generation(self) -> None:
         """Writes the newest generation that this node knows, if the store has an older one, before the node counts."""
@@ -329,11 +323,7 @@ class Session:
         if known is None:
             return
         entry = self.get(GENERATION)
-        try:
-            there = from_json(Generation, entry.value).number if entry is not None else 0
-        except ProtocolError:
-            return  # it is told when it is read
-        if there < known.number:
+        if (there := _number(entry)) is not None and there < known.number:
             edit = EDIT, to_json(edit_between(None, known))
             self.replace(GENERATION, to_json(known), entry.revision if entry is not None else 0, edit)
 
@@ -498,3 +488,11 @@ class Session:
             with suppress(LeaseGone):  # then they come with the next lease
                 self.put(f"checks/{self._entrant.node}", self._entrant.figures)
                 self.lease.figures_id = self.lease.id
+
+
+def _number(entry: Entry | None) -> int | None:
+    """Returns the number of a generation as it stands in the store, 0 where there is none; None: it cannot be read."""
+    try:
+        return from_json(Generation, entry.value).number if entry is not None else 0
+    except ProtocolError:
+        return None  # it is told when it is read

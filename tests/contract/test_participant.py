@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import pytest
 
 from elaunch.cli.request_plan import change_plan
-from elaunch.errors import ElaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
+from elaunch.errors import ElaunchError, LaunchError, ProtocolError, SettingsMismatch, StoreUnavailable
 from elaunch.plan import Plan, symmetric
 from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.codec import from_json, to_json
@@ -41,6 +41,7 @@ from elaunch.rendezvous.membership import (
     WorkerState,
 )
 from elaunch.rendezvous.memory import MemoryStore
+from elaunch.rendezvous.node.founder import FoundingSettings
 from elaunch.rendezvous.observer import Observer
 from elaunch.rendezvous.participant import Participant
 from elaunch.rendezvous.rules.spares import HeldSpares
@@ -242,11 +243,11 @@ class Job:
         node.participant.start()
         return node
 
-    def three(self, config: JobConfig = CONFIG) -> tuple[Node, Node, Node]:
+    def three(self, config: JobConfig = CONFIG, **settings: Any) -> tuple[Node, Node, Node]:
         """Nodes a, b and c, joined in this order, whose workers train together; a leads."""
         nodes = []
         for name in "abc":
-            node = self.node(name, config)
+            node = self.node(name, config, **settings)
             wait_until(lambda name=name: self.read(f"nodes/{name}"), LIMIT_S, f"{name} to join")  # type: ignore[misc]
             wait_until(lambda: self.read("leader"), LIMIT_S, "a to lead")
             nodes.append(node)
@@ -813,6 +814,42 @@ class TestOutages:
         assert not a.absences + b.absences + c.absences, "nobody was missed"
         assert a.config is not None
         assert written.token == a.config.token, "nodes that join now can link with the others"
+
+    def test_a_node_that_is_there_before_the_others_are_back_takes_over_their_token(self) -> None:
+        """As that of a machine whose agent starts an etcd anew: its settings are the first, and of no use."""
+        site = MemorySite()
+        job = Job(site, PATIENT)
+
+        def start() -> str:
+            raise LaunchError("no etcd here")
+
+        founding = FoundingSettings(lambda: ("a:1",), print, start, lambda: False, lambda: None, print)
+        try:
+            nodes = job.three(replace(CONFIG, max_nodes=4), founding=founding)
+            token = nodes[0].config and nodes[0].config.token
+            assert token
+            site.go_away()
+            for node in nodes:
+                wait_until(lambda node=node: node.outages, LIMIT_S, "all to notice")  # type: ignore[misc]
+            site.lose_data()
+            first = Node(lambda: site._root.session(), "d", replace(CONFIG, max_nodes=4), PATIENT, founding=founding)
+            job.nodes.append(first)
+            first.participant.start()
+            wait_until(lambda: first.config, LIMIT_S, "d to join")
+            assert first.config is not None
+            assert first.config.token != token
+            site.come_back()
+            job.admin.close()
+            job.admin = site.open()
+            first.hears(lambda one: one.number >= 2)
+            assert first.config.token == token, "before its workers are told which"
+            for node in nodes:
+                wait_until(lambda node=node: job.read(f"nodes/{node.name}"), LIMIT_S, f"{node.name} to be back")  # type: ignore[misc]
+            written = from_json(JobConfig, job.read("config") or b"")
+            assert {written.token, *(node.config.token for node in nodes if node.config is not None)} == {token}
+            assert not any(node.absences for node in nodes)
+        finally:
+            job.stop()
 
     def test_a_node_that_joins_after_the_loss_hears_of_the_generation(self, job: Job) -> None:
         a = job.node("a", replace(CONFIG, max_nodes=3))
