@@ -4,7 +4,7 @@
 # make test    what every change must pass       (make test PYTEST_ARGS="-k layering -x" for some)
 # make simulate   thousands of random jobs and faults in simulated time   (SEEDS="0 100000": the first, and how many)
 # make soak    all tests in full: those marked `soak` too, and more examples of all others; then jobs that meet 1,000 random faults
-#              (make faults FAULTS="--faults 50 --seed 3": the faults alone)
+#              (make faults FAULTS="--faults 50 --seed 3 --json soak.json": the faults alone, and the table as JSON)
 # make conformance   torchrun's contract (LAUNCHER=torchrun make conformance: the same tests against torchrun)
 # make lint    ruff and mypy --strict
 # make bench   every benchmark                   (make bench BENCH_ARGS=--quick for small versions)

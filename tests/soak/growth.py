@@ -13,8 +13,13 @@ import psutil
 
 MB = 1_000_000
 LOOKS = 8
-"""How often a process must have been looked at; the first of these looks are not compared, it may still settle."""
+"""How often a process must have been looked at, once after each fault.
+
+With fewer, what is kept of each fault, such as one descriptor, would stay within what is allowed. One worker of each
+job and its agent live long enough (`tests.soak.schedule.Round`).
+"""
 SETTLES = 2
+"""The first looks at a process are not compared: it may still settle."""
 
 
 @dataclass(frozen=True)
