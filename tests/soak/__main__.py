@@ -28,6 +28,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.report import machine
 from tests import forks
 from tests.helpers import TEST_ID, end_processes_left
 from tests.soak.means import missing
@@ -87,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     jobs: list[Tried] = []
     expected: dict[str, Steps] = {}
-    begin_s = time.monotonic()
+    begin_s, before = time.monotonic(), machine()
     try:
         for round_ in rounds(args):
             if sum(len(job.findings.met) for job in jobs) >= args.faults:
@@ -102,14 +103,14 @@ def main(argv: list[str] | None = None) -> int:
             tell(job, top)
             if not (job.failure or args.folder):
                 shutil.rmtree(folder_of(top, round_))
-    finally:
+    finally:  # where somebody ends it, too
         forks.close_all()
-    left_out = [f"no {kind!r} here: {why}" for kind, why in missing().items() if kind in args.kinds]
-    report = summary(jobs, args.seed, (time.monotonic() - begin_s) / 60, left_out)
-    report.print()
-    path = args.json or top / "soak.json"
-    report.write(path)
-    print(f"as JSON: {path}")
+        left_out = [f"no {kind!r} here: {why}" for kind, why in missing().items() if kind in args.kinds]
+        report = summary(jobs, args.seed, (time.monotonic() - begin_s) / 60, left_out, before)
+        report.print()
+        path = args.json or top / "soak.json"
+        report.write(path)
+        print(f"as JSON: {path}", flush=True)
     return 1 if any(job.failure for job in jobs) else 0
 
 

@@ -1,13 +1,13 @@
-"""What jobs with random faults have shown, as a table and as JSON. Pure but for the machine's name."""
+"""What jobs with random faults have shown, as tables and as JSON."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from benchmarks.report import Report
+from benchmarks.report import Cell, Report
 from tests.soak.run import Findings
 from tests.soak.schedule import KINDS, Round
 
@@ -27,7 +27,13 @@ class Tried:
         return f"round {self.round.number} ({self.round.setting}; {self.round.store}{clocks})"
 
 
-def summary(jobs: Sequence[Tried], seed: int, minutes: float, left_out: Collection[str] = ()) -> Report:
+def summary(
+    jobs: Sequence[Tried],
+    seed: int,
+    minutes: float,
+    left_out: Collection[str] = (),
+    before: Mapping[str, Cell] | None = None,
+) -> Report:
     """Returns a row for each kind of fault, one for each setting over each store, one for all, and the failures.
 
     Args:
@@ -35,10 +41,12 @@ def summary(jobs: Sequence[Tried], seed: int, minutes: float, left_out: Collecti
         seed: that names them, with their numbers.
         minutes: that all of them took.
         left_out: why kinds of faults were not injected.
+        before: the machine as it was before the first job; None: as it is.
     """
     faults = sum(len(job.findings.met) for job in jobs)
     failed = [job for job in jobs if job.failure]
     report = Report(f"{faults} random faults in {len(jobs)} jobs, {len(failed)} of which failed; {minutes:.1f} minutes")
+    report.machine = dict(before or report.machine)
     for kind in KINDS:
         met = [(job, one) for job in jobs for one in job.findings.met if one.fault.kind == kind]
         if met:

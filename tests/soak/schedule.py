@@ -57,6 +57,9 @@ WITHOUT_CHECKPOINTS = {"attach"}
 ENDS_ONE = {"KILL", "STOP", "TERM", "SEGV", "memory limit"}
 ENDS_HOST = {"agent killed", "node lost", "host cut off", "drain", "file limit"}
 
+STEPS = {"init": 800, "hybrid": 800, "attach": 400}
+"""Steps of a job, by its API: on a busy machine those of `attach` take much longer, and a dozen faults need fewer."""
+
 EVERY = 40
 """Steps from one checkpoint to the next."""
 
@@ -92,7 +95,7 @@ class Round:
     faults: tuple[Fault, ...]
     store: str = "etcd"
     spared: tuple[str, int] | None = None
-    steps: int = 800
+    steps: int = STEPS["init"]
 
     @property
     def api(self) -> str:
@@ -146,9 +149,16 @@ def make_round(
     settings: Sequence[str] = (),
     asked: Sequence[str] = (),
     stores: Sequence[str] = (),
-    steps: int = 800,
+    steps: int | None = None,
 ) -> Round:
-    """Returns a job of one seed, which meets `count` faults. Each setting comes in turn, over each store in turn."""
+    """Returns a job of one seed, which meets `count` faults. Each setting comes in turn, over each store in turn.
+
+    Args:
+        seed, number: they name the job.
+        count: how many faults it meets.
+        settings, asked, stores: of which settings, kinds of faults and stores it is; none: of all.
+        steps: how many it has; None: as many as `STEPS` says.
+    """
     chance = random.Random(f"{seed} {number}")
     names, hosted = list(settings or SETTINGS), list(stores or STORES)
     lap, place = divmod(number, len(names))
@@ -169,6 +179,6 @@ def make_round(
         )
         for _ in range(count)
     )
-    store = hosted[(seed + lap + place) % len(hosted)]
-    faults = tuple(sparing(fault, SETTINGS[setting][0], spared) for fault in faults)
-    return Round(number, setting, has_clocks, faults, store, spared, steps)
+    store, api = hosted[(seed + lap + place) % len(hosted)], SETTINGS[setting][0]
+    faults = tuple(sparing(fault, api, spared) for fault in faults)
+    return Round(number, setting, has_clocks, faults, store, spared, steps or STEPS[api])
