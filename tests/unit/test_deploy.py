@@ -95,6 +95,73 @@ def test_pods_name_each_other_by_names_that_they_have_and_have_time_to_leave(
     assert (config.max_nodes, config.rendezvous.spares) == (pods - 1, 1)
 
 
+def job_specs(thing: object) -> list[dict[str, Any]]:
+    """All specifications of Jobs in an object: what says how many of its pods may fail."""
+    if not isinstance(thing, dict | list):
+        return []
+    inner = thing.values() if isinstance(thing, dict) else thing
+    here = [thing] if isinstance(thing, dict) and "backoffLimit" in thing else []
+    return here + [found for one in inner for found in job_specs(one)]
+
+
+def traits(path: Path) -> dict[str, Any]:
+    """What does not depend on how the pods are made: all of them but names, how many there are, and selectors."""
+    things = {one["kind"]: one for one in yaml.safe_load_all(path.read_text())}
+    (job,) = job_specs(list(things.values()))
+    pod, rules = job["template"]["spec"], copy.deepcopy(job["podFailurePolicy"]["rules"])
+    for rule in rules:
+        rule.get("onExitCodes", {}).pop("containerName", None)
+    (container,) = pod["containers"]
+    # Trainer puts these of a TrainJob into the container of its runtime.
+    given = things["TrainJob"]["spec"]["trainer"] if "TrainJob" in things else container
+    return {
+        "backoffLimit": job["backoffLimit"],
+        "rules": rules,
+        "pod": {
+            name: value
+            for name, value in pod.items()
+            if name not in ("containers", "subdomain", "topologySpreadConstraints")
+        },
+        "spread": [
+            {name: one[name] for name in ("maxSkew", "topologyKey", "whenUnsatisfiable")}
+            for one in pod["topologySpreadConstraints"]
+        ],
+        "container": {name: container[name] for name in ("env", "readinessProbe", "volumeMounts", "image")},
+        "resources": given.get("resources") or given["resourcesPerNode"],
+        "flags": [flag for flag in given["args"] if "train" not in flag and "gpt" not in flag],
+        "budget": things["PodDisruptionBudget"]["spec"]["minAvailable"],
+    }
+
+
+def pod_labels(things: dict[str, Any]) -> dict[str, str]:
+    """The labels of a manifest's pods: those that it gives, and that of JobSet, whose name is that of the TrainJob."""
+    (job,) = job_specs(list(things.values()))
+    owner = things.get("JobSet") or things.get("TrainJob")
+    own = {"jobset.sigs.k8s.io/jobset-name": owner["metadata"]["name"]} if owner else {}
+    return {**job["template"]["metadata"]["labels"], **own}
+
+
+@pytest.mark.parametrize("name", ["jobset", "trainjob"])
+def test_all_manifests_start_the_same_pods(name: str) -> None:
+    assert traits(KUBERNETES / f"{name}.yaml") == traits(KUBERNETES / "job.yaml")
+
+
+@pytest.mark.parametrize("path", sorted(KUBERNETES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_budgets_and_spreads_are_of_the_pods_of_the_job_which_are_ready_where_they_serve_metrics(path: Path) -> None:
+    things = {one["kind"]: one for one in yaml.safe_load_all(path.read_text())}
+    labels = pod_labels(things).items()
+    assert things["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"].items() <= labels
+    (job,) = job_specs(list(things.values()))
+    pod = job["template"]["spec"]
+    for spread in pod["topologySpreadConstraints"]:
+        assert spread["labelSelector"]["matchLabels"].items() <= labels
+        assert set(spread.get("matchLabelKeys", [])) <= dict(labels).keys()
+    (container,) = pod["containers"]
+    served = {one["name"]: one.get("value") for one in container["env"]}["ELAUNCH_METRICS_PORT"]
+    assert container["readinessProbe"]["httpGet"] == {"path": "/metrics", "port": int(served or 0)}
+    assert pod["securityContext"]["runAsNonRoot"]
+
+
 @pytest.mark.parametrize("text", ["-1", "256", "x"])
 def test_an_exit_code_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=f"--left-exit-code={text}: expected a number of at"):
