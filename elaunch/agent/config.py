@@ -233,22 +233,29 @@ class AgentConfig:
         return is_shared and self.rendezvous.conf.on_store_loss == FOUND
 
 
-def settings_for_all(
-    training: TrainingSettings, security: SecuritySettings, environment: Mapping[str, str]
-) -> tuple[tuple[str, str], ...]:
-    """Returns what must be alike on all nodes: names of flags or variables, and values.
-
-    Args:
-        training: of this node.
-        security: likewise.
-        environment: likewise.
-    """
+def settings_for_all(config: AgentConfig, environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Returns what must be alike on all nodes: names of flags, keys or variables, and the values that hold here."""
+    training = config.training
     found = {NAMES.get(name, name): value for name, value in training.policy.variables().items() if name != PROFILE}
     if training.checkpoints is not None:
         found |= {FOLDER_FLAG: str(training.checkpoints.folder), EVERY_FLAG: str(training.checkpoints.every)}
     found |= {"--collectives": training.collectives, "--check-replicas": str(training.replica_check)}
     found |= {name: environment[name] for name in ("ELAUNCH_STATE_PATH",) if environment.get(name)}
-    return tuple(sorted((found | dict(security.for_all())).items()))
+    found |= {f"--rdzv-conf={key}": value for key, value in _keys_for_all(config).items()}
+    return tuple(sorted((found | dict(config.rendezvous.security.for_all())).items()))
+
+
+def _keys_for_all(config: AgentConfig) -> dict[str, str]:
+    """Returns the rendezvous keys among those. With `standalone` there is no other node."""
+    rendezvous = config.rendezvous
+    if rendezvous.backend == "standalone":
+        return {}
+    keys = {"lease_ttl": f"{rendezvous.conf.lease_ttl:g}"}
+    if rendezvous.is_hosted:
+        keys["on_store_loss"] = rendezvous.conf.on_store_loss
+    if rendezvous.backend == "c10d":
+        keys["store_nodes"] = str(rendezvous.store_nodes(config.max_nodes))
+    return keys
 
 
 def parse_nproc(text: str) -> int:

@@ -184,10 +184,7 @@ def make_participant(
             config.min_nodes,
             config.max_nodes,
             config.max_restarts,
-            training=(
-                *settings_for_all(config.training, config.rendezvous.security, os.environ),
-                *_on_store_loss(config),
-            ),
+            training=settings_for_all(config, os.environ),
             spares=config.rendezvous.spares,
         ),
         MembershipSettings(
@@ -260,13 +257,6 @@ def make_founding(
         leave_word=open_store.leave_word,
         can_found=has_etcd(),
     )
-
-
-def _on_store_loss(config: AgentConfig) -> tuple[tuple[str, str], ...]:
-    """Returns what nodes do when the store is lost, where all have to do the same."""
-    if not config.rendezvous.is_hosted or config.rendezvous.backend == "standalone":
-        return ()
-    return (("--rdzv-conf=on_store_loss", config.rendezvous.conf.on_store_loss),)
 
 
 def _cluster(config: AgentConfig, open_store: Callable[[], Store]) -> ServerSettings | None:

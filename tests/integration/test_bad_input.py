@@ -250,6 +250,11 @@ class TestTheJob:
             ),
             (("--nnodes=2",), "--max-restarts=1", "no --max-restarts"),
             (("--nnodes=2", "--max-restarts=1", "--tp=2"), "no --tp", "--tp=2"),
+            (
+                ("--nnodes=2", "--max-restarts=1", "--rdzv-conf=lease_ttl=3"),
+                "--rdzv-conf=lease_ttl=1",
+                "--rdzv-conf=lease_ttl=3",
+            ),
         ],
     )
     def test_other_settings(

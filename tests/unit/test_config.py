@@ -18,7 +18,6 @@ from elaunch.detect.hang import HangTimeout
 from elaunch.errors import LaunchError, UsageError
 from elaunch.ranges import parse_range
 from elaunch.rendezvous.conf import RendezvousConf, WorkerLimits, own_address, parse_conf, parse_endpoint
-from elaunch.rendezvous.security.secret import SecuritySettings
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +59,7 @@ class TestNnodes:
 class TestSettingsForAll:
     def test_names_and_values_are_those_of_the_command_line(self) -> None:
         flags = "--consistency=bitwise", "--dp=1:2", "--checkpoint-dir=/a", "--allow-dvfs", "--profile=/here/alone"
-        one, other = (
-            dict(settings_for_all(parse("--standalone", *given, "x.py").training, SecuritySettings(), {}))
-            for given in ((), flags)
-        )
+        one, other = (dict(settings_for_all(parse("--standalone", *given, "x.py"), {})) for given in ((), flags))
         assert set(other.items()) - set(one.items()) == {
             ("--consistency", "bitwise"),
             ("--dp", "1:2"),
@@ -74,13 +70,33 @@ class TestSettingsForAll:
         assert one["--policy"] == "auto"
 
     def test_so_is_what_workers_read_in_their_environment(self) -> None:
-        training = parse("--standalone", "x.py").training
-        told = settings_for_all(
-            training, SecuritySettings(), {"ELAUNCH_STATE_PATH": "links", "ELAUNCH_EVENTS": "/here"}
-        )
-        assert dict(told).items() - dict(settings_for_all(training, SecuritySettings(), {})).items() == {
-            ("ELAUNCH_STATE_PATH", "links")
-        }
+        config = parse("--standalone", "x.py")
+        told = settings_for_all(config, {"ELAUNCH_STATE_PATH": "links", "ELAUNCH_EVENTS": "/here"})
+        assert dict(told).items() - dict(settings_for_all(config, {})).items() == {("ELAUNCH_STATE_PATH", "links")}
+
+    @pytest.mark.parametrize(
+        ("flags", "expected"),
+        [
+            (["--standalone"], {}),
+            (["--rdzv-backend=etcd", "--rdzv-endpoint=h"], {"lease_ttl": "5"}),
+            (
+                ["--nnodes=2", "--rdzv-backend=static", "--rdzv-conf=lease_ttl=2.5"],
+                {"lease_ttl": "2.5", "on_store_loss": "found"},
+            ),
+            (
+                ["--nnodes=1:3", "--rdzv-backend=c10d", "--rdzv-endpoint=h,i,j", "--rdzv-conf=on_store_loss=wait"],
+                {"lease_ttl": "5", "on_store_loss": "wait", "store_nodes": "3"},
+            ),
+            (
+                ["--nnodes=1:3", "--rdzv-backend=c10d", "--rdzv-endpoint=h,i,j", "--rdzv-conf=store_nodes=1"],
+                {"lease_ttl": "5", "on_store_loss": "found", "store_nodes": "1"},
+            ),
+        ],
+    )
+    def test_so_are_the_rendezvous_keys_that_the_backend_has(self, flags: list[str], expected: dict[str, str]) -> None:
+        told = dict(settings_for_all(parse(*flags, "x.py"), {}))
+        begin = "--rdzv-conf="
+        assert {name.removeprefix(begin): told[name] for name in told if name.startswith(begin)} == expected
 
 
 class TestNproc:
