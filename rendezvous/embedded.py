@@ -177,6 +177,12 @@ class EmbeddedEtcd:
         return f"{_bracketed(host)}:{self._port}"
 
     @property
+    def open_at(self) -> tuple[str, ...]:
+        """Returns the addresses at which a started server takes whoever comes; none with TLS."""
+        clients = self._client_url.removeprefix("http://")
+        return tuple(filter(None, (clients, self._peer))) if self._tls is None else ()
+
+    @property
     def folder(self) -> str:
         """Returns where its data are."""
         return self._data_dir

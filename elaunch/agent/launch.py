@@ -24,7 +24,7 @@ from elaunch.errors import LaunchError
 from elaunch.rendezvous.cluster.opener import StoreOpener
 from elaunch.rendezvous.conf import ETCD_PASSWORD, own_address, parse_endpoints
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd, free_address
-from elaunch.rendezvous.security.identity import NodeIdentity, TlsFiles
+from elaunch.rendezvous.security.identity import NodeIdentity, TlsFiles, warn_of_open_store
 from elaunch.rendezvous.security.secret import SECRET
 
 AGAIN_S = 0.2
@@ -81,6 +81,9 @@ def launch(config: AgentConfig) -> int:
             if hosted is not None and not _serves(hosted, config.rendezvous, partial(_say, config.node)):
                 hosted.stop()
                 hosted = None
+            warning = warn_of_open_store(hosted.open_at) if hosted is not None else ""
+            if warning:
+                _say(config.node, warning)
             endpoint = hosted.endpoint if hosted else config.rendezvous.endpoint
             open_store = StoreOpener(endpoint, partial(_open_store, EtcdStore, config, identity))
             folders = None

@@ -7,14 +7,14 @@ import ipaddress
 import os
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 
 from elaunch.errors import UsageError
 from elaunch.rendezvous.security.authority import STORE_NAME, Authority, Pem, check_own
-from elaunch.rendezvous.security.secret import SecuritySettings
+from elaunch.rendezvous.security.secret import SECRET, SecuritySettings
 
 RENEW_S = 24 * 3600.0
 """How long files that this node has made are used; it is a clock's error less than they are valid."""
@@ -169,6 +169,21 @@ def is_loopback(host: str) -> bool:
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
+
+
+def warn_of_open_store(addresses: Sequence[str]) -> str:
+    """Returns what the user is told of an etcd that takes whoever comes; empty where it listens on loopback only.
+
+    Args:
+        addresses: with ports, at which it listens.
+    """
+    reached = [one for one in addresses if not is_loopback(one.rpartition(":")[0].strip("[]"))]
+    if not reached:
+        return ""
+    return (
+        f"warning: the etcd of this job, at {' and '.join(reached)}, is open: whoever reaches it can read and change "
+        f"the job. A secret closes it: --rdzv-conf=secret_file=PATH or {SECRET}, the same on all nodes"
+    )
 
 
 def read_own(authority: str, certificate: str, key: str) -> Pem:

@@ -44,6 +44,8 @@ LIMIT_S = 60.0
 FRAME = re.compile(b"eL%c[\x01-\x07].{5}\x00{7}" % VERSION, re.DOTALL)
 """The header of a frame of a link: magic, version, kind, part and generation."""
 
+OPEN = "is open: whoever reaches it can read and change the job"
+
 ETH_P_ALL = 3
 
 
@@ -162,6 +164,7 @@ def test_with_a_secret_nobody_in_between_reads_and_nobody_else_joins(
         listening.close()
     for node in pair.nodes:
         assert node.agent.wait(100) == 0, node.agent.tail()
+        assert OPEN not in node.agent.text()
         for text in (SECRET, token.decode(), "PRIVATE KEY"):
             assert text not in node.agent.text() + node.log.read_text()
     assert len(heard) > 100_000
@@ -193,6 +196,9 @@ def test_without_a_secret_links_are_encrypted_and_the_store_is_not(pair: Pair, t
     (tmp_path / "gate").touch()
     for node in pair.nodes:
         assert node.agent.wait(100) == 0, node.agent.tail()
+    told = f"[elaunch a] warning: the etcd of this job, at {pair.network.address('a')}:{PORT}, {OPEN}"
+    assert [node.agent.text().count(OPEN) for node in pair.nodes] == [1, 0], "who hosts it says so, once"
+    assert told in pair.nodes[0].agent.text()
 
 
 def find_folders() -> list[Path]:

@@ -18,6 +18,7 @@ from elaunch.errors import EtcdNotFound, LaunchError
 from elaunch.rendezvous import embedded
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd
 from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.rendezvous.security.identity import TlsFiles
 from tests.helpers import Spawner, find_free_port, is_running, wait_until
 
 LIMIT_S = 20.0
@@ -79,6 +80,26 @@ def test_a_server_of_one_core_runs_on_one_unless_the_user_says_otherwise(
     server = started(make(cores=1))
     assert psutil.Process(server.pid).environ()["GOMAXPROCS"] == found
     assert write_and_read(server, "/a", b"1") == b"1"
+
+
+@pytest.mark.parametrize(
+    ("host", "peer", "addresses"),
+    [
+        ("127.0.0.1", "", ["127.0.0.1:{port}"]),
+        ("0.0.0.0", "", ["0.0.0.0:{port}"]),
+        ("::1", "[fd00::1]:7", ["[::1]:{port}", "[fd00::1]:7"]),
+    ],
+)
+def test_a_server_knows_where_it_takes_whoever_comes(
+    tmp_path: Path, fake_etcd: Callable[[str], Path], host: str, peer: str, addresses: list[str]
+) -> None:
+    fake_etcd("exec sleep 60")
+    files = TlsFiles("authority", "node", "store")
+    for tls, expected in ((None, addresses), (files, [])):
+        server = EmbeddedEtcd(str(tmp_path / "data"), host, peer=peer, tls=tls)
+        server.start()
+        assert list(server.open_at) == [one.format(port=server.port) for one in expected]
+        server.stop()
 
 
 class TestFinding:

@@ -22,7 +22,7 @@ from elaunch.errors import UsageError
 from elaunch.rendezvous.conf import parse_conf
 from elaunch.rendezvous.security.authority import STORE_NAME, Authority, Pem, check_own, derive_number
 from elaunch.rendezvous.security.contexts import Contexts, make_context
-from elaunch.rendezvous.security.identity import RENEW_S, NodeIdentity, guest
+from elaunch.rendezvous.security.identity import RENEW_S, NodeIdentity, guest, warn_of_open_store
 from elaunch.rendezvous.security.secret import NodeFiles, SecuritySettings, digest, read_security
 from elaunch.workers.comm.secure.security import explain
 
@@ -360,3 +360,20 @@ def test_a_command_shows_a_certificate_of_the_jobs() -> None:
     found = guest(SecuritySettings(SECRET), "job", NOW.timestamp())
     assert found is not None
     assert found.is_of_job
+
+
+@pytest.mark.parametrize(
+    ("addresses", "open_at"),
+    [
+        (["127.0.0.1:1"], ""),
+        (["[::1]:1", "127.0.0.9:2", "localhost:3"], ""),
+        (["10.0.0.1:29400"], "10.0.0.1:29400"),
+        (["127.0.0.1:1", "[fd00::1]:2"], "[fd00::1]:2"),
+        (["0.0.0.0:1", "10.0.0.1:2"], "0.0.0.0:1 and 10.0.0.1:2"),
+    ],
+)
+def test_the_user_is_told_of_a_store_that_others_than_this_machine_reach(addresses: list[str], open_at: str) -> None:
+    told = warn_of_open_store(addresses)
+    assert bool(told) == bool(open_at)
+    assert told.startswith(f"warning: the etcd of this job, at {open_at}, is open") or not told
+    assert "--rdzv-conf=secret_file=PATH or ELAUNCH_SECRET" in told or not told
