@@ -50,6 +50,8 @@ CALM_S = 2.0
 QUIET = ("--health-policy=off", "--hang-timeout=off")
 """What an agent does for its machine and its workers once or more a second: here all would look at one machine."""
 
+RENDEZVOUS_S, KNOWN_S, RESIDENT_MB = 5.0, 0.5, 45.0  # targets
+
 SAMPLE = 12  # agents whose memory, threads and connections are read
 
 
@@ -447,7 +449,19 @@ def tell(report: Report, fleet: Fleet, figures: Figures) -> None:
             sent_kb=round(used.sent_bytes / 1e3, 1),
             received_kb=round(used.received_bytes / 1e3, 1),
         )
-    report.row({"agents": figures.agents, **{what: round(value, 1) for what, value in memory(pids).items()}})
+    used_memory = memory(pids)
+    report.row({"agents": figures.agents, **{what: round(value, 1) for what, value in used_memory.items()}})
+    ask(report, figures, used_memory["resident_mib"] * 2**20 / 1e6)
+
+
+def ask(report: Report, figures: Figures, resident_mb: float) -> None:
+    """Adds the targets of 1,000 agents, which a smaller job has to meet as well."""
+    of = f"{figures.agents} agents"
+    report.target(f"{of}: rendezvous", max(figures.times_s["rendezvous"]), "s", below=RENDEZVOUS_S)
+    report.target(
+        f"{of}: a death is known to all, median", statistics.median(figures.times_s["death"]), "s", below=KNOWN_S
+    )
+    report.target(f"{of}: resident memory of one, which shares pages", resident_mb, "MB", below=RESIDENT_MB)
 
 
 def _median(usages: list[Usage]) -> Usage:

@@ -70,6 +70,7 @@ def main() -> int:
     add_arguments(parser)
     args = parser.parse_args()
     report = Report("Documents of a job")
+    edits: list[int] = []
     for n in SIZES[:3] if args.quick else SIZES:
         docs = tuple(report_of(number) for number in range(n))
         workers = tuple(Worker(one.workers[0].id, one.node, 0, one.workers[0].address) for one in docs)
@@ -78,6 +79,7 @@ def main() -> int:
         after = replace(before, number=8, workers=workers[:1] + workers[2:], cause=cause, aborts_step_before=8)
         whole, edit, own = to_json(after), to_json(edit_between(before, after)), to_json(docs[0])
         settings = MembershipSettings(min_nodes=n // 2, max_nodes=n)
+        edits.append(len(edit))
         view = View(docs[:1] + docs[2:], before, begun=True, pending_s=0.0)
         report.row(
             workers=n,
@@ -91,6 +93,9 @@ def main() -> int:
             read_report_us=least_us(partial(read_node, "node0000", own, 1)),
             decide_us=least_us(partial(decide, view, 100.0, settings)),
         )
+    report.target(
+        f"an edit's bytes, the most over those with {SIZES[0]} workers", max(edits) / edits[0], "x", at_most=1.0
+    )
     report.print()
     report.write(args.json)
     return 0
