@@ -79,6 +79,7 @@ PRELOADS = {
     "planned.py": _EAGER,
     "plans.py": _EAGER,
     "early.py": _EAGER,
+    "curves.py": _EAGER,
     "smallest_runtime.py": _EAGER,
     "c10d_calls.py": _COMPILER,
     "hf.py": _TRANSFORMERS,
