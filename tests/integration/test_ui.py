@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from collections.abc import Iterator
@@ -11,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from elaunch.plan import symmetric
 from tests.browser import Browser, find_chromium
 from tests.helpers import ROOT, Spawner
+from tests.pages import large_job, lines
 
 LOG = ROOT / "tests" / "data" / "kill.jsonl"
 LIMIT_S = 60.0
@@ -49,26 +48,6 @@ def serve(spawn: Spawner, *logs: Path) -> tuple[str, Any]:
     return url, server
 
 
-def lines(*events: dict[str, Any]) -> str:
-    return "".join(json.dumps({"v": 2, "node": "node0", **event}) + "\n" for event in events)
-
-
-def large_job() -> str:
-    """400 workers that have done 3,000 steps, one of them lost."""
-    workers = [f"node{place // 8}/{place % 8}#0" for place in range(400)]
-    found: list[dict[str, Any]] = []
-    for generation, members in ((2, workers), (3, [*workers[:7], *workers[8:], "node0/7#1"])):
-        t = 1000.0 * generation
-        plan = str(symmetric(members, 48, 3200, 4, dp=50, pp=8))
-        begun = {"t": t, "generation": generation}
-        found.append({**begun, "kind": "generation", "workers": members, "cause": "start", "stage": "train"})
-        found.append({**begun, "kind": "decision", "policy": "stay", "reason": "", "candidates": [], "plan": plan})
-        for step in range(1500):
-            commit = {"t": t + step * 0.3, "generation": generation, "kind": "step", "step": step + 1500 * generation}
-            found.append({**commit, "seconds": 0.3, "loss": 5.0 / (step + 1), "samples": 3200, "members": 400})
-    return lines(*found)
-
-
 def test_a_job_is_shown_followed_and_driven_by_keys_in_light_and_dark(
     spawn: Spawner, tmp_path: Path, browser: Browser
 ) -> None:
@@ -89,6 +68,10 @@ def test_a_job_is_shown_followed_and_driven_by_keys_in_light_and_dark(
     assert "No worker has hung." in shown
     figures = browser.evaluate("[...document.querySelectorAll('#figures dd')].map((one) => one.textContent)")
     assert figures[2:5] == ["4", "79", "3.32"]
+    assert figures[6] == "6.32e-4", "whole, in as little room as a figure has"
+    browser.look(1100, 1000)
+    browser.wait_for("((table) => table.scrollWidth <= table.clientWidth)(document.querySelector('#decision .scroll'))")
+    browser.look(1400, 1000)
     assert browser.evaluate("document.querySelectorAll('#curves .curve').length") == 2
     # Tab reaches every control, in view and with its focus drawn.
     seen: list[str] = []

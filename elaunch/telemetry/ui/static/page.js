@@ -110,7 +110,7 @@ function drawHead() {
     ["last step", job.step === null ? "–" : job.step.toLocaleString("en"), since],
     ["steps/s", figure(job.steps_per_s)],
     ["samples/s", figure(job.samples_per_s)],
-    ["loss", job.loss === null ? "–" : String(Number(job.loss.toPrecision(5)))],
+    ["loss", job.loss === null ? "–" : Math.abs(job.loss) < 0.001 ? figure(job.loss) : String(Number(job.loss.toPrecision(5)))],
     ...(job.copy_lag === null || job.copy_lag === undefined ? [] : [["copies behind", plural(job.copy_lag, "step")]]),
     ["recoveries", job.recoveries.toLocaleString("en")],
   ];
