@@ -72,6 +72,8 @@ class Heartbeat:
         # Threads that train: this one, and those of autograd. Reentrant for the sake of signal handlers in Python.
         self._lock = threading.RLock()
         self._n_waiting = 0
+        self._news_ns: int | None = None  # that waits are still to end by
+        self._freed_ns: int | None = None
         self._closing = threading.Event()
         numbers, now = self._numbers, time.monotonic_ns()
         numbers[form.AT_PID] = os.getpid()
@@ -156,6 +158,26 @@ class Heartbeat:
             numbers[form.AT_SINCE] = now
             numbers[form.AT_WAITS] = 1 if self._n_waiting else 0
             numbers[form.AT_SEQUENCE] += 1
+            if self._news_ns is not None and not self._n_waiting:
+                self._freed_ns, self._news_ns = max(self._freed_ns or 0, now - self._news_ns), None
+
+    def news(self) -> None:
+        """Notes that news has come which ends all waits that are under way. For any thread."""
+        now = time.monotonic_ns()
+        with self._lock:
+            if not self._n_waiting:
+                self._freed_ns = self._freed_ns or 0
+            elif self._news_ns is None:
+                self._news_ns = now
+
+    def take_freed_s(self) -> float | None:
+        """Returns the longest seconds from news until no wait was under way any more, and forgets them.
+
+        0: there was none when the news came; None: no news has come.
+        """
+        with self._lock:
+            freed_ns, self._freed_ns = self._freed_ns, None
+        return None if freed_ns is None else freed_ns / 1e9
 
     def moved(self) -> None:
         """Notes that bytes have come from a peer: whoever waits does not do so in vain."""
@@ -332,6 +354,20 @@ def committed(step: int) -> None:
     """Notes that a step has committed; `step` is the next one."""
     if _current is not None:
         _current.committed(step)
+
+
+def news() -> None:
+    """Notes that news has come which ends all waits that are under way. For any thread."""
+    if _current is not None:
+        _current.news()
+
+
+def take_freed_s() -> float | None:
+    """Returns the longest seconds from news until no wait was under way any more, and forgets them.
+
+    0: there was none when the news came; None: no news has come, or this process shows no heartbeat.
+    """
+    return None if _current is None else _current.take_freed_s()
 
 
 def moved() -> None:

@@ -27,6 +27,7 @@ class Vote:
         activated: the last one that it has gone on from; "": none.
         ready: so many steps would count with what this worker has ready; 0: none beyond `step`.
         unsettled: those, gone by now, of whose agreement it did not see the end: they may have come to one.
+        freed_s: seconds from the news until it, or another whose vote it saw, waited for no peer; None: unknown.
     """
 
     step: int = 0
@@ -39,6 +40,7 @@ class Vote:
     activated: str = ""
     ready: int = 0
     unsettled: tuple[str, ...] = ()
+    freed_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

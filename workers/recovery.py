@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from elaunch.detect.heartbeat import Phase
@@ -25,6 +25,7 @@ from elaunch.workers.agent_client import Client
 from elaunch.workers.comm.group import Group, neighbours
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Hooks, Verdict, Vote
+from elaunch.workers.member.transition_times import TransitionTimes
 
 CONNECT_TIMEOUT_S = 10.0
 PROBE_DELAY_S = 0.03  # the death of a process usually comes as a generation within this time
@@ -78,20 +79,6 @@ class Left(ElaunchError):
         self.generation = generation
 
 
-@dataclass(slots=True)
-class _Transition:
-    """The one under way: when its phases ended, in Unix seconds; `interrupted`: it came in mid-step."""
-
-    cause: str = ""
-    begin_t: float = 0.0
-    told_t: float = 0.0
-    interrupted: bool = False
-    phases: dict[str, float] = field(default_factory=dict)
-    bytes_moved: int = 0
-    moved_over: str | None = None
-    unsettled: set[str] = field(default_factory=set)  # members of the agreements that did not come to an end here
-
-
 @dataclass(frozen=True, slots=True)
 class _Activation:
     """What a member goes on from once all have the state that the plan gives them."""
@@ -118,7 +105,7 @@ class Recovery:
         self._verdict: Verdict | None = None
         self._group: Group | None = None
         self._told_t: dict[int, float] = {}
-        self._transition: _Transition | None = None
+        self._transition: TransitionTimes | None = None
         self._noted: Generation | None = None
         self._due: Generation | None = None  # of which all members knew at the last boundary
         self._firm = False  # all come to what is being entered: a planned change waits for the next boundary
@@ -188,6 +175,7 @@ class Recovery:
                 self._last_with_members = generation
             past = self._overtaken(generation, self._active) if self._active is not None else 0
         if past:
+            heartbeat.news()
             self._transport.interrupt(past)
         if self._client.worker in generation.ids:
             self._transport.prepare(self._peers(generation), CONNECT_TIMEOUT_S)
@@ -242,7 +230,7 @@ class Recovery:
             self._entering, self._firm, self._verdict = True, True, None
         if self._parted[0] == self.generation.number:
             self._leaving = self._parted[1]  # they have given all away, and are to get nothing more
-        self._transition = _Transition(cause, now_t, now_t)
+        self._transition = TransitionTimes(cause, now_t, now_t)
         try:
             self._poll(self.generation, self._group, self._transition)
         except StepInterrupted as error:
@@ -288,7 +276,9 @@ class Recovery:
         self._hooks.pause()
         if self._transition is None:
             begin_t = generation.cause_t or self._told_t.get(generation.number, started_t)
-            self._transition = _Transition(generation.cause, begin_t, self._told_t.get(generation.number, started_t))
+            self._transition = TransitionTimes(
+                generation.cause, begin_t, self._told_t.get(generation.number, started_t)
+            )
         self._transition.interrupted |= interrupted
         newest = self._client.newest()
         if newest is not None and newest.number > generation.number and self._overtaken(newest, generation):
@@ -303,7 +293,7 @@ class Recovery:
         self._group = Group(self._transport, generation.number, generation.ids, domains=domains)
         self._poll(generation, self._group, self._transition, started_t - self._transition.told_t)
 
-    def _poll(self, generation: Generation, group: Group, transition: _Transition, before_s: float = 0.0) -> None:
+    def _poll(self, generation: Generation, group: Group, transition: TransitionTimes, before_s: float = 0.0) -> None:
         """All votes go to all members.
 
         Nobody goes on in an activation before all have their state. So where a member has, those that were interrupted
@@ -325,12 +315,21 @@ class Recovery:
         transition.unsettled.clear()
         transition.phases["agree_s"] = time.time() - begin_t + before_s
 
-    def _votes(self, group: Group, transition: _Transition) -> list[Vote]:
+    def _votes(self, group: Group, transition: TransitionTimes) -> list[Vote]:
         """Returns the votes of all members, as they are now."""
         transferred = self._transferred.name if self._transferred is not None else ""
         gone = tuple(sorted(transition.unsettled.difference(group.members)))[:MOST_NAMES]
-        vote = replace(self._hooks.vote(), transferred=transferred, activated=self._activated, unsettled=gone)
-        return [Vote(**one) for one in group.gather_on_entry(asdict(vote))]
+        transition.freed([heartbeat.take_freed_s()])
+        vote = replace(
+            self._hooks.vote(),
+            transferred=transferred,
+            activated=self._activated,
+            unsettled=gone,
+            freed_s=transition.freed_s,
+        )
+        votes = [Vote(**one) for one in group.gather_on_entry(asdict(vote))]
+        transition.freed(vote.freed_s for vote in votes)
+        return votes
 
     def _go_on(self, activation: _Activation) -> None:
         """Has the hooks go on from the state that has moved."""
@@ -383,30 +382,10 @@ class Recovery:
         transition, self._transition = self._transition, None
         if transition is None or self._group is None:
             return None
-        phases = {"detect_s": transition.told_t - transition.begin_t, **transition.phases}
-        # Clocks of two machines may differ.
-        fixed_s = sum(max(0.0, phases.get(name, 0.0)) for name in ("detect_s", "connect_s", "plan_s"))
-        if self._group.rank != 0:
-            return fixed_s
-        now_t = time.time()
-        total_s = now_t - transition.begin_t
-        phases["resume_s"] = max(0.0, total_s - sum(phases.values()))
-        moved_over = {"moved_over": transition.moved_over} if transition.moved_over and transition.bytes_moved else {}
-        self._client.send(
-            Report(
-                "transition",
-                {
-                    "generation": self.generation.number,
-                    "cause": transition.cause,
-                    "interrupted": transition.interrupted,
-                    "bytes_moved": transition.bytes_moved,
-                    **moved_over,
-                    "phases": {name: round(seconds, 6) for name, seconds in phases.items()},
-                    "total_s": round(total_s, 6),
-                },
-            )
-        )
-        return fixed_s
+        if self._group.rank == 0:
+            fields = {"generation": self.generation.number, **transition.event(time.time())}
+            self._client.send(Report("transition", fields))
+        return transition.fixed_s
 
     # -- waiting for the generation to enter --------------------------------------------------------------------
 

@@ -82,6 +82,7 @@ PRELOADS = {
     "curves.py": _EAGER,
     "smallest_runtime.py": _EAGER,
     "c10d_calls.py": _COMPILER,
+    "collectives.py": _EAGER,
     "hf.py": _TRANSFORMERS,
     "hf_accelerate.py": _TRANSFORMERS,
     "hf_trl.py": f"{_TRANSFORMERS},trl.trainer.sft_trainer,trl.trainer.dpo_trainer",

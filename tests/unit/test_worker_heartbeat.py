@@ -363,3 +363,39 @@ def test_a_worker_whose_heartbeat_stops_ends(spawn: Spawner) -> None:
     worker = spawn.python("-c", DIES)
     assert worker.wait(20) == 1
     assert "this process ends: its heartbeat failed: OSError: no clock" in worker.text()
+
+
+@pytest.fixture
+def heartbeat() -> Iterator[worker_heartbeat.Heartbeat]:
+    shown = worker_heartbeat.Heartbeat()
+    yield shown
+    shown.close()
+    shown._thread.join(20)
+
+
+def test_who_waits_when_news_comes_is_free_at_the_end_of_the_last_wait(heartbeat: worker_heartbeat.Heartbeat) -> None:
+    assert heartbeat.take_freed_s() is None, "no news has come"
+    heartbeat.begin_wait(["a/1#0"], 2, 5)
+    heartbeat.begin_wait([], 2, 6)
+    begin_s = time.monotonic()
+    heartbeat.news()
+    time.sleep(0.05)
+    heartbeat.news()
+    heartbeat.end_wait()
+    assert heartbeat.take_freed_s() is None, "one of its threads still waits"
+    heartbeat.end_wait()
+    freed_s = heartbeat.take_freed_s()
+    assert freed_s is not None
+    assert 0.05 <= freed_s <= time.monotonic() - begin_s
+    assert heartbeat.take_freed_s() is None
+
+
+def test_who_does_not_wait_when_news_comes_is_free(heartbeat: worker_heartbeat.Heartbeat) -> None:
+    heartbeat.news()
+    heartbeat.begin_wait(["a/1#0"], 2, 5)
+    time.sleep(0.01)
+    heartbeat.end_wait()
+    assert heartbeat.take_freed_s() == 0
+    with worker_heartbeat.waiting():
+        worker_heartbeat.news()  # of a process that shows none
+    assert worker_heartbeat.take_freed_s() is None
