@@ -1,112 +1,134 @@
-"""How soon workers that wait in a native group are free when one of them dies there.
+"""How soon workers that wait in a native collective are free when one of them dies or stops there.
 
-    python benchmarks/freed.py                    # about two minutes; --quick: less than one
+    python benchmarks/freed.py                    # about five minutes; --quick: less than one
     python benchmarks/freed.py --kind silent --json freed.json
 
-Four workers sum gradients over Gloo. One is killed before its part comes; its connections are closed by the kernel, or,
-*silent*, stay open, as when its machine is lost: then the news of the next generation is all that the others get.
+Four workers over Gloo meet the faults of `tests/jobs/collectives.py`, one after the other: each rank in each
+collective, in a forward, in a backward and at the commit barrier. One is killed, so that the kernel closes its
+connections; or, *silent*, they stay open, as when its machine is lost: then the news of the next generation is all that
+the others get; or it stops, and is killed for that after a second. The event log has how long the last of the others
+waited after the news.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.jobs import ELAUNCH, HERE, Job, JobFailed, TimeLimit, Training, limit_time
 from benchmarks.report import Report, add_arguments, spread
+from tests.jobs.collectives import KINDS, NAMES
 
 WORKERS = 4
-KINDS = ("kill", "silent")
-LIMIT_S = 30.0
+LIMIT_S = 600.0
 FREED_MS = 50.0
 
 
-class NativeJob(Job):
-    """The job on one node, over Gloo."""
+class FaultyJob(Job):
+    """The job on one node, over Gloo, which meets faults of one kind and ends.
 
-    def __init__(self, name: str, folder: Path) -> None:
-        super().__init__(name, Training(WORKERS, 0.0), folder)
-        self.folder = folder
+    Args:
+        kind: of the faults.
+        blocks: how often each collective has one.
+        folder: for the log.
+    """
+
+    def __init__(self, kind: str, blocks: int, folder: Path) -> None:
+        super().__init__(kind, Training(WORKERS, 0.0), folder)
+        self._arguments = [kind, f"--blocks={blocks}", f"--crew={WORKERS}"]
 
     def begin(self) -> None:
         flags = ["--standalone", f"--nproc-per-node={WORKERS}", "--max-restarts=1000000", "--collectives=native"]
-        command = [*ELAUNCH, *flags, "--events", str(self.log), str(HERE / "freed_job.py"), str(self.folder)]
-        self._agent = self.processes.start(command)
+        script = HERE.parent / "tests" / "jobs" / "collectives.py"
+        self._agent = self.processes.start([*ELAUNCH, *flags, "--events", self.log, script, *self._arguments])
 
     def launcher(self) -> subprocess.Popen[bytes]:
         return self._agent
 
-    def sums_natively(self, after: int) -> bool:
-        """Returns whether all workers have committed two steps over a native group, in a generation above `after`."""
-        commits = self.commits()
-        found = [line for line in self.lines if line["kind"] == "collectives"]
-        if not commits or not found:
-            return False
-        last, swap = commits[-1], found[-1]
-        whole = (last.members, last.generation) == (WORKERS, swap["generation"]) and last.generation > after
-        return whole and last.step > swap["step"]
 
-    def freed(self) -> list[tuple[float, float]]:
-        """Returns when news came and when the training thread was free, in Unix seconds, of all so far."""
-        lines = [line for path in self.folder.glob("freed-*.jsonl") for line in path.read_text().splitlines()]
-        return [(one["news_t"], one["freed_t"]) for one in map(json.loads, lines)]
+@dataclass(frozen=True)
+class Freed:
+    """How long the last of the others waited in a collective, from the kernel's report of the death and the news."""
 
-    def died(self) -> list[float]:
-        """Returns when the kernel reported deaths, in Unix seconds."""
-        return [line["t"] for line in self.lines if line["kind"] == "worker_exited"]
+    collective: str
+    after_death_ms: float
+    after_news_ms: float
 
 
-def measure(report: Report, kind: str, faults: int, folder: Path, chance: random.Random) -> None:
-    """Kills workers, one after the other; adds the row and the targets of this kind."""
-    after_death, after_news = list[float](), list[float]()
-    generation = 0
-    with NativeJob(kind, folder) as job:
-        for _ in range(faults):
-            job.wait(lambda: job.sums_natively(generation), "steps over a native group", 2 * LIMIT_S)  # noqa: B023
-            generation = job.commits()[-1].generation
-            n_died, n_freed = len(job.died()), len(job.freed())
-            (folder / f"die-{chance.randrange(WORKERS)}").write_text(kind)
-            job.wait(lambda: len(job.died()) > n_died, "death", LIMIT_S)  # noqa: B023
-            job.wait(lambda: len(job.freed()) >= n_freed + WORKERS - 1, "three that are free", LIMIT_S)  # noqa: B023
-            (died_t,), found = job.died()[n_died:], sorted(job.freed(), key=lambda one: one[0])[-(WORKERS - 1) :]
-            after_death.append(max(freed_t - died_t for _, freed_t in found))
-            after_news.append(max(freed_t - news_t for news_t, freed_t in found))
-    death, news = (spread(1e3 * seconds for seconds in each) for each in (after_death, after_news))
+def freed(lines: Sequence[Mapping[str, Any]]) -> list[Freed]:
+    """Returns what an event log has of its faults: the change that each has made."""
+    transitions = [line for line in lines if line["kind"] == "transition"]
+    found = []
+    for fault in (line for line in lines if line["kind"] == "fault"):
+        change = next((line for line in transitions if line["generation"] > fault["generation"]), None)
+        if change is not None and "freed_s" in change:
+            news_s, death_s = change["freed_s"], change["phases"]["detect_s"] + change["freed_s"]
+            found.append(Freed(fault["collective"], 1e3 * death_s, 1e3 * news_s))
+    return found
+
+
+def add_row(report: Report, kind: str, collective: str, found: Iterable[Freed]) -> None:
+    """Adds the figures of some faults."""
+    each = list(found)
+    death, news = spread(one.after_death_ms for one in each), spread(one.after_news_ms for one in each)
     report.row(
         kind=kind,
-        deaths=faults,
+        collective=collective,
+        faults=news.count,
         after_death_median_ms=round(death.median, 1),
         after_death_worst_ms=round(death.worst, 1),
         after_news_median_ms=round(news.median, 1),
         after_news_worst_ms=round(news.worst, 1),
+        below_50_ms=f"{sum(one.after_news_ms < FREED_MS for one in each)} of {news.count}",
     )
-    report.target(f"{kind}: news -> all survivors free, worst of {faults}", news.worst, "ms", below=FREED_MS)
+
+
+def measure(report: Report, kind: str, blocks: int, folder: Path) -> None:
+    """Has workers meet faults of one kind; adds its rows and its target, also of what there is when time is up."""
+    with FaultyJob(kind, blocks, folder) as job:
+        try:
+            job.wait(job.finished, "end", LIMIT_S)
+        finally:
+            job.read()
+            found = freed(job.lines)
+            for name in NAMES:
+                add_row(report, kind, name, (one for one in found if one.collective == name))
+            add_row(report, kind, "all", found)
+            worst_ms = spread(one.after_news_ms for one in found).worst
+            name = f"{kind}: news -> all survivors free, worst of {len(found)}"
+            report.target(name, worst_ms, "ms", below=FREED_MS)
+    if job.launcher().returncode:
+        raise JobFailed(f"{kind}: the job has failed:\n{job.processes.tail()}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=KINDS, action="append", help="one alone")
-    parser.add_argument("--faults", type=int, help="deaths of each kind (50; --quick: 8)")
+    parser.add_argument("--blocks", type=int, help="faults of each kind in each collective (12; --quick: 1)")
     parser.add_argument("--limit-s", type=int, default=600)
     add_arguments(parser)
     args = parser.parse_args()
     report = Report(
         "Freed from a native group",
-        notes=["for each death, the last of three survivors; times before the news are negative: the kernel freed it"],
+        notes=[
+            "for each fault, the last of three survivors; 0 after the news: their connections had told all of them",
+            "messages: the others receive from who dies; coalesced: three sums at once",
+        ],
     )
     limit_time(args.limit_s)
     code = 0
     try:
         for kind in args.kind or KINDS:
             with tempfile.TemporaryDirectory() as folder:
-                measure(report, kind, args.faults or (8 if args.quick else 50), Path(folder), random.Random(1))
+                measure(report, kind, args.blocks or (1 if args.quick else 12), Path(folder))
     except (JobFailed, TimeLimit) as error:
         print(error, file=sys.stderr)
         code = 1
