@@ -1,17 +1,21 @@
 """`torch.distributed.all_reduce` on the CPU: over links, in the native group, and by plain Gloo, side by side in turn.
 
-    python benchmarks/collectives.py            # half a minute; --quick: ten seconds
+    python benchmarks/collectives.py            # a minute; --quick: ten seconds
     python benchmarks/collectives.py --json collectives.json
 
 Four processes on one machine. *links* and *native* are the default group of a job before and after its native group
 stands; *gloo* is what `init_process_group("gloo")` makes. *exchange* is `batch_isend_irecv` of a ring: each process
 sends to the one after it and receives from the one before it. A call is timed from a barrier until it has returned on
 the last process.
+
+The second table is of what a member does before each commit once its sums in the native group are there: *look* asks
+for their outcome and the group for errors, and *vote* is the commit barrier of all members, over links.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -25,15 +29,23 @@ from torch import Tensor
 
 from benchmarks.crew import Rank, crew
 from benchmarks.report import Report, add_arguments, spread
+from elaunch.workers import barrier
+from elaunch.workers.barrier import StepRecord
 from elaunch.workers.comm.c10d.native import NativeWorks
 from elaunch.workers.comm.native.gloo import GlooBulk
 from elaunch.workers.comm.process_group import ElasticProcessGroup
+from elaunch.workers.data_parallel.reducer import NativeSums
 
 WORKERS = [f"n0/{number}#0" for number in range(4)]
 WAYS = ("links", "native", "gloo")
 SIZES = {"4 KB": 4 << 10, "1 MB": 1 << 20, "25 MB": 25 << 20}
 BUDGET_S = 3.0
 """For each size of a call and each way, about."""
+
+SUMS = (1, 8, 32)
+"""Buckets of gradients in a step, and as many sums of the script's own."""
+
+LOOK_MS = 0.3
 
 
 class CollectiveRank(Rank):
@@ -42,13 +54,14 @@ class CollectiveRank(Rank):
     def __init__(self, workers: Sequence[str], place: int, store: dist.Store) -> None:
         super().__init__(workers, place, store)
         dist.init_process_group("gloo", store=dist.PrefixStore("plain", store), rank=place, world_size=len(workers))
-        bulk = GlooBulk("127.0.0.1")
+        bulk = self._bulk = GlooBulk("127.0.0.1")
+        self._works = NativeWorks(lambda: bulk, "cpu")
         bulk.open(dist.PrefixStore("native", store), place, len(workers))
         plain = dist.group.WORLD
         assert plain is not None
         self._groups: dict[str, dist.ProcessGroup] = {
             "links": ElasticProcessGroup(lambda: self.group),
-            "native": ElasticProcessGroup(lambda: self.group, None, NativeWorks(lambda: bulk, "cpu")),
+            "native": ElasticProcessGroup(lambda: self.group, None, self._works),
             "gloo": plain,
         }
 
@@ -69,11 +82,47 @@ class CollectiveRank(Rank):
             tensor.fill_(1.0)
         return found
 
+    def before_commit(self, n_sums: int, times: int) -> list[tuple[float, float]]:
+        """Ends so many steps; returns the seconds of the look and of the vote, of each."""
+        found = []
+        for step in range(times):
+            sums, tensors = NativeSums(self._bulk), [torch.ones(256) for _ in range(2 * n_sums)]
+            for gradients, own in zip(tensors[::2], tensors[1::2]):
+                sums.add(gradients)
+                dist.all_reduce(own, group=self._groups["native"], async_op=True)
+            sums.join(lambda: None)
+            while not all(work.is_completed() for work in self._works._begun):
+                time.sleep(0.0005)
+            self.group.barrier()
+            begin_s = time.perf_counter()
+            sums.finish(lambda: None)
+            self._works.finish()
+            looked_s = time.perf_counter()
+            barrier.reduce(self.group, StepRecord.at(step, native=(1, 1)))
+            found.append((looked_s - begin_s, time.perf_counter() - looked_s))
+        return found
+
     def _exchange(self, group: dist.ProcessGroup, sent: Tensor, got: Tensor) -> None:
         size = len(WORKERS)
         works = [group.send([sent], (self.place + 1) % size, 0), group.recv([got], (self.place - 1) % size, 0)]
         for work in works:
             work.wait()
+
+
+def add_last_look(report: Report, n_sums: int, found: Sequence[Sequence[tuple[float, float]]]) -> None:
+    """Adds the figures of all processes."""
+    look, vote = (spread(1e3 * seconds for seconds in each) for each in zip(*itertools.chain.from_iterable(found)))
+    report.row(
+        {
+            "before a commit, sums": 2 * n_sums,
+            "steps": len(found[0]),
+            "look_ms": look.median,
+            "p90_look_ms": look.p90,
+            "vote_ms": vote.median,
+            "p90_vote_ms": vote.p90,
+        }
+    )
+    report.target(f"look before a commit, {2 * n_sums} sums", look.median, "ms", at_most=LOOK_MS)
 
 
 def main() -> int:
@@ -105,6 +154,8 @@ def main() -> int:
                         "native_to_gloo": medians["native"] / medians["gloo"],
                     }
                 )
+        for n_sums in SUMS:
+            add_last_look(report, n_sums, all_of("before_commit", n_sums, 20 if args.quick else 200))
     report.print()
     report.write(args.json)
     return 0
