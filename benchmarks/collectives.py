@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.crew import Rank, crew
+from benchmarks.crew import Crew, Rank, crew
 from benchmarks.report import Report, add_arguments, spread
 from elaunch.workers import barrier
 from elaunch.workers.barrier import StepRecord
@@ -109,6 +109,31 @@ class CollectiveRank(Rank):
             work.wait()
 
 
+def compare_calls(report: Report, all_of: Crew, quick: bool) -> None:
+    """Makes all calls by all ways, in turn."""
+    for call in ("all_reduce", "exchange"):
+        for size, n_bytes in SIZES.items():
+            seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+            once_s = max(max(took) for took in all_of("run", call, "links", n_bytes, 2))
+            rounds = 3 if quick else 8
+            times = max(1, min(200, int((0.3 if quick else BUDGET_S) / rounds / once_s)))
+            for _ in range(rounds):
+                for way in WAYS:
+                    took = all_of("run", call, way, n_bytes, times)
+                    seconds[way] += [max(each) for each in zip(*took, strict=True)]
+            medians = {way: spread(values).median for way, values in seconds.items()}
+            report.row(
+                {
+                    "call": call,
+                    "size": size,
+                    "calls": len(seconds["links"]),
+                    **{f"{way}_ms": 1e3 * median for way, median in medians.items()},
+                    "links_to_gloo": medians["links"] / medians["gloo"],
+                    "native_to_gloo": medians["native"] / medians["gloo"],
+                }
+            )
+
+
 def add_last_look(report: Report, n_sums: int, found: Sequence[Sequence[tuple[float, float]]]) -> None:
     """Adds the figures of all processes."""
     look, vote = (spread(1e3 * seconds for seconds in each) for each in zip(*itertools.chain.from_iterable(found)))
@@ -128,34 +153,16 @@ def add_last_look(report: Report, n_sums: int, found: Sequence[Sequence[tuple[fl
 def main() -> int:
     parser = argparse.ArgumentParser(description="Collectives of torch.distributed, side by side.")
     add_arguments(parser)
+    parser.add_argument("--only", choices=("calls", "commit"), help="one table instead of both")
     args = parser.parse_args()
     report = Report(
         "Collectives of torch.distributed on the CPU", ["four processes on one machine", "times include a barrier"]
     )
     with crew(WORKERS, CollectiveRank) as all_of:
-        for call in ("all_reduce", "exchange"):
-            for size, n_bytes in SIZES.items():
-                seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-                once_s = max(max(took) for took in all_of("run", call, "links", n_bytes, 2))
-                rounds = 3 if args.quick else 8
-                times = max(1, min(200, int((0.3 if args.quick else BUDGET_S) / rounds / once_s)))
-                for _ in range(rounds):
-                    for way in WAYS:
-                        took = all_of("run", call, way, n_bytes, times)
-                        seconds[way] += [max(each) for each in zip(*took, strict=True)]
-                medians = {way: spread(values).median for way, values in seconds.items()}
-                report.row(
-                    {
-                        "call": call,
-                        "size": size,
-                        "calls": len(seconds["links"]),
-                        **{f"{way}_ms": 1e3 * median for way, median in medians.items()},
-                        "links_to_gloo": medians["links"] / medians["gloo"],
-                        "native_to_gloo": medians["native"] / medians["gloo"],
-                    }
-                )
-        for n_sums in SUMS:
-            add_last_look(report, n_sums, all_of("before_commit", n_sums, 20 if args.quick else 200))
+        if args.only != "commit":
+            compare_calls(report, all_of, args.quick)
+        for n_sums in SUMS if args.only != "calls" else ():
+            add_last_look(report, n_sums, all_of("before_commit", n_sums, 10 if args.quick else 60))
     report.print()
     report.write(args.json)
     return 0
