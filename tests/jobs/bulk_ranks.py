@@ -209,7 +209,7 @@ def order(me: Member) -> None:
     if work is not None:
         me.is_freed(bulk, work, tensor)
     groups.pause()
-    with pytest.raises(AssertionError, match="still is in the group"):
+    with pytest.raises(RuntimeError, match="a member still is in them"):
         groups.settled((1,))
     me.meet("all have left")
     assert me.total(enter(2), 2.0) == 2 * me.size

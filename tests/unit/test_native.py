@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import socket
+import textwrap
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +24,7 @@ from elaunch.policy.collectives import parse, uses_native
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native import bulk as bulk_module
 from elaunch.workers.comm.native import gloo as gloo_module
+from elaunch.workers.comm.native import groups as groups_module
 from elaunch.workers.comm.native import sockets
 from elaunch.workers.comm.native.choice import maker
 from elaunch.workers.comm.native.ended import FREED_S, reach
@@ -321,12 +324,33 @@ def test_a_group_is_poisoned_at_once_and_closed_when_all_have_left_it() -> None:
     wait_until(lambda: next_one.closed, 20, "the group to be closed")
 
 
-def test_no_group_is_closed_that_another_member_may_be_in() -> None:
-    device = Device()
+def as_it_is() -> Callable[..., None]:
+    return NativeGroups.settled
+
+
+def without_assertions() -> Callable[..., None]:
+    """`NativeGroups.settled` as `python -O` compiles it."""
+    names = dict(vars(groups_module))
+    code = compile(textwrap.dedent(inspect.getsource(NativeGroups.settled)), "groups.py", "exec", optimize=1)
+    exec(code, names)
+    return names["settled"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("settled", [as_it_is, without_assertions])
+@pytest.mark.parametrize("wrong", ["a member still is in them", "this worker has not poisoned them"])
+def test_no_group_is_closed_before_all_have_left_it(settled: Callable[[], Callable[..., None]], wrong: str) -> None:
+    device, settle = Device(), settled()
+    device.opens.set()
     groups = entered([device])
+    wait_until(lambda: groups.ready() == 1, 20, "the group to open")
     groups.pause()
-    with pytest.raises(AssertionError, match="a member still is in the group of 1"):
-        groups.settled([0, 1])
+    groups._left[0].poisoned = "poisoned" not in wrong
+    with pytest.raises(RuntimeError, match=f"of generation 1 are not closed: {wrong}"):
+        settle(groups, [0, 1] if groups._left[0].poisoned else [0, 0])
+    assert [one.generation for one in groups._left] == [1], "it is known still"
+    groups._left[0].poisoned = True
+    settle(groups, [0, 0])
+    wait_until(lambda: device.closed, 20, "the group to be closed")
 
 
 def test_a_generation_that_ends_while_its_group_opens_has_none() -> None:
@@ -679,6 +703,26 @@ def test_versions_of_nccl_that_crash_in_an_abort_are_refused(version: tuple[int,
     else:
         with pytest.raises(RuntimeError, match=r"NCCL 2.28.\d may crash .* 2.28.3 to 2.28.8"):
             refuse_version(version)
+
+
+def test_a_version_of_nccl_that_crashes_in_an_abort_is_named_once_and_links_serve(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 5))
+    make = maker(HOST, torch.device("cuda", 0))
+    assert make is None
+    groups = NativeGroups(make)
+    for generation in (1, 2, 3):
+        groups.enter(generation, ("a", "b"), 0, alone("ab"))
+        assert groups.ready() == 0
+        groups.poison(generation + 1)
+        groups.pause()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "NCCL 2.28.5 may crash when a member dies" in line
+    assert "tensors on cuda go over links" in line
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    assert maker(HOST, torch.device("cuda", 0)) is not None
 
 
 class Survivor:

@@ -282,6 +282,7 @@ def test_which_backend_of_nccl_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_chosen({"TORCH_DIST_USE_NCCL2": "0"}, newer)
     assert not is_chosen({}, older)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
     for name, kind in (("ProcessGroupNCCL2", Nccl2Bulk), ("ProcessGroupNCCL", NcclBulk)):
         monkeypatch.setattr("elaunch.workers.comm.native.choice.is_chosen", lambda *_, to=name: to.endswith("2"))
         made = maker(HOST, CUDA)

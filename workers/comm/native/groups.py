@@ -367,11 +367,19 @@ class NativeGroups:
 
         Args:
             others_in: numbers of generations whose groups some member still may use, as the votes say.
+
+        Raises:
+            RuntimeError: a group is not poisoned here, or a member still may use it. None is closed.
         """
+        for opening in self._left:
+            if not opening.poisoned or opening.generation in others_in:
+                why = "a member still is in them" if opening.poisoned else "this worker has not poisoned them"
+                raise RuntimeError(
+                    f"the native groups of generation {opening.generation} are not closed: {why}, and may yet use what "
+                    "that gives back"
+                )
         left, self._left = self._left, []
         for opening in left:
-            assert opening.poisoned, "a group is closed before it was poisoned"
-            assert opening.generation not in others_in, f"a member still is in the group of {opening.generation}"
             for key in opening.is_open:
                 self._start("elaunch-native-close", opening.all[key].close)
 
