@@ -17,6 +17,7 @@ from tests import ROOT
 from tests.helpers import Spawner
 
 RANKS = 3
+SCENARIOS = ("freed", "beside", "eager", "batch", "options", "order", "pulse", "death")
 
 on_gpu = [
     pytest.mark.gpu,
@@ -50,12 +51,12 @@ def run(spawn: Spawner, tmp_path: Path, device: str, *scenarios: str) -> None:
 
 def test_native_groups_of_gloo_between_processes(spawn: Spawner, tmp_path: Path) -> None:
     # All in one: what costs is the import of torch.
-    run(spawn, tmp_path, "cpu", "freed", "beside", "eager", "options", "order", "pulse", "death")
+    run(spawn, tmp_path, "cpu", *SCENARIOS)
 
 
 @pytest.mark.parametrize(
     "scenario",
-    [pytest.param(name, marks=on_gpu) for name in ("freed", "beside", "eager", "options", "order", "pulse", "death")],
+    [pytest.param(name, marks=on_gpu) for name in SCENARIOS],
 )
 def test_native_groups_of_nccl_between_processes_on_one_gpu(spawn: Spawner, tmp_path: Path, scenario: str) -> None:
     run(spawn, tmp_path, "cuda:0", scenario)

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +23,13 @@ import torch.distributed as dist
 from elaunch import threads
 from elaunch.detect.heartbeat import Reader
 from elaunch.workers import heartbeat
+from elaunch.workers.comm.c10d.native import NativeWorks
 from elaunch.workers.comm.native import ended, nccl
 from elaunch.workers.comm.native.bulk import Bulk
 from elaunch.workers.comm.native.choice import maker
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.comm.native.nccl2 import Nccl2Bulk
+from elaunch.workers.comm.process_group import ElasticProcessGroup
 
 PATIENCE = timedelta(seconds=60)
 FREED_S = 30.0
@@ -172,6 +176,37 @@ def eager(me: Member) -> None:
     bulk.close()
 
 
+def batch(me: Member) -> None:
+    """All send large tensors first and then receive, in one batch of torch.distributed: none waits for ever."""
+    bulk, names = me.opened("batch"), tuple(f"m{rank}" for rank in range(me.size))
+    transport = SimpleNamespace(worker=names[me.rank], check=lambda peers: None)
+    group: Any = SimpleNamespace(size=me.size, rank=me.rank, members=names, generation=1, number=0, transport=transport)
+    works = NativeWorks(lambda: bulk, me.device.type)
+    pg = ElasticProcessGroup(lambda: group, None, works)
+    pg.register()
+    left, right = (me.rank - 1) % me.size, (me.rank + 1) % me.size
+    for number in range(3):
+        sent = torch.full((1 << 24,), me.rank + 0.5 * number, device=me.device)
+        came = torch.full_like(sent, -1)
+        begin_s = time.monotonic()
+        found = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, right), dist.P2POp(dist.irecv, came, left)])
+        for work in found:
+            work.wait()
+        works.finish()
+        assert came.unique().tolist() == [left + 0.5 * number], came
+        assert time.monotonic() - begin_s < FREED_S
+        if me.device.type == "cuda":
+            assert len(found) == 1, found
+    dist.all_reduce(came := me.filled(1.0))  # one whose work NCCL does not return
+    works.finish()
+    assert came.unique().tolist() == [me.size]
+    dist.destroy_process_group()
+    me.meet("all batches have arrived")
+    bulk.poison()
+    me.meet("all have left batch")
+    bulk.close()
+
+
 def options(me: Member) -> None:
     """Torch neither ends the process when a peer dies, nor waits for the dead."""
     bulk = me.opened("options")
@@ -296,7 +331,7 @@ def death(me: Member) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Member], None]] = {
-    run.__name__: run for run in (freed, beside, eager, options, order, anew, pulse, death)
+    run.__name__: run for run in (freed, beside, eager, batch, options, order, anew, pulse, death)
 }
 
 

@@ -228,6 +228,12 @@ class Device:
     def wrap(self, work: Any, is_message: bool) -> Any:
         return work
 
+    def start_batch(self) -> bool:
+        return False
+
+    def end_batch(self) -> None:
+        pass
+
     def send(self, tensor: torch.Tensor, to: int) -> Any:
         return self.all_reduce(torch.empty_like(tensor))
 

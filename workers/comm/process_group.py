@@ -16,8 +16,7 @@ by the work's `wait`, also in `backward()`; the next call finds the next group.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,16 +30,9 @@ from elaunch.workers.comm.c10d.mail import Channel
 from elaunch.workers.comm.c10d.native import Issues
 from elaunch.workers.comm.c10d.subgroups import Numbers, Ranks, Some
 from elaunch.workers.comm.c10d.tables import NAME
-from elaunch.workers.comm.c10d.works import FinishedWork, Interrupted, MessageWork, SeveralWorks
-from elaunch.workers.comm.group import Group, Reduction, memory
-
-_REDUCTIONS: tuple[tuple[Any, Reduction], ...] = (
-    (ReduceOp.SUM, "sum"),
-    (ReduceOp.AVG, "sum"),
-    (ReduceOp.PRODUCT, "product"),
-    (ReduceOp.MAX, "max"),
-    (ReduceOp.MIN, "min"),
-)
+from elaunch.workers.comm.c10d.tensors import flat_of, reduction_of, refuse_layout
+from elaunch.workers.comm.c10d.works import BatchedWork, FinishedWork, Interrupted, MessageWork, SeveralWorks
+from elaunch.workers.comm.group import Group, memory
 
 
 def _operation(*names: str) -> Callable[[Callable[..., dist.Work]], Callable[..., dist.Work]]:
@@ -169,12 +161,47 @@ class ElasticProcessGroup(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         pass
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def _start_coalescing(self, device: torch.device) -> bool:
         self._coalesced = []
+        return self._native is not None and self._native.start_batch(self._group(), device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         works, self._coalesced = self._coalesced or [], None
-        return SeveralWorks(works, [])
+        others = [work for work in works if not isinstance(work, BatchedWork)]
+        try:
+            batch = self._native.end_batch(self._interrupted) if self._native is not None else None
+        except StepInterrupted as error:
+            if self._interrupted is None:
+                raise
+            self._interrupted(error)
+            batch = None
+        return batch if batch is not None and not others else SeveralWorks([*others, *([batch] if batch else [])], [])
+
+    def give_up_coalescing(self) -> None:
+        """Forgets operations that were to begin together, after an error between them."""
+        self._coalesced = None
+        if self._native is not None:
+            self._native.give_up_batch()
+
+    def begin_together(
+        self, device: torch.device, operations: Sequence[Callable[[], object]]
+    ) -> list[dist.Work] | None:
+        """Begins messages as one batch, and returns its work; None, with none begun: each may begin by itself.
+
+        Args:
+            device: of their tensors.
+            operations: begin one message each.
+        """
+        if not self._start_coalescing(device):
+            self._coalesced = None
+            return None
+        try:
+            for begin in operations:
+                begin()
+            return [self._end_coalescing(device)]
+        except BaseException:
+            self.give_up_coalescing()
+            raise
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Returns when every member has called it. Who does not come, the agents find out, in their own time."""
@@ -198,7 +225,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Reduces each tensor in place: SUM, AVG, PRODUCT, MAX or MIN."""
         for tensor in tensors:
-            with _flat(tensor) as flat:
+            with flat_of(tensor) as flat:
                 self._reduce(flat, opts)
         return FinishedWork(list(tensors))
 
@@ -223,7 +250,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
         """Replaces each tensor by the root's."""
         for tensor in tensors:
-            with _flat(tensor) as flat:
+            with flat_of(tensor) as flat:
                 self._group().broadcast(flat, opts.rootRank)
         return FinishedWork(list(tensors))
 
@@ -245,7 +272,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any = None) -> dist.Work:
         """Puts the inputs of all members, one after the other, into one output."""
         group = self._group()
-        with _flat(output) as flat:
+        with flat_of(output) as flat:
             flat.view(group.size, -1)[group.rank].copy_(own.detach().reshape(-1))
             group.all_gather(flat)
         return FinishedWork(output)
@@ -350,7 +377,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
     def send(self, tensors: Sequence[Tensor], to: int, tag: int = 0) -> dist.Work:
         """Begins to send to one member; the work is over when the tensor may change again."""
         group, (tensor,) = self._group(), tensors
-        _refuse_layout(tensor)
+        refuse_layout(tensor)
         host = tensor.detach().contiguous().cpu()
         channel = Channel(group.generation, group.number, tag)
         letter = group.transport.mail.send(group.members[to], channel, memory(host), host)
@@ -360,7 +387,7 @@ class ElasticProcessGroup(dist.ProcessGroup):
     def recv(self, tensors: Sequence[Tensor], from_: int, tag: int = 0) -> dist.Work:
         """Begins to receive from one member: its next message with this tag."""
         group, (tensor,) = self._group(), tensors
-        _refuse_layout(tensor)
+        refuse_layout(tensor)
         plain = tensor.detach()
         host = plain.contiguous().cpu()
         is_there = host.data_ptr() == plain.data_ptr()
@@ -387,12 +414,12 @@ class ElasticProcessGroup(dist.ProcessGroup):
 
     def _reduce(self, flat: Tensor, opts: Any) -> None:
         group = self._group()
-        reduction, average = _reduction(opts)
+        reduction, average = reduction_of(opts)
         group.all_reduce(flat, 1.0 / group.size if average else None, reduction)
 
     def _scatter(self, whole: Tensor, counts: Sequence[int] | None, opts: Any) -> Tensor:
         group = self._group()
-        reduction, average = _reduction(opts)
+        reduction, average = reduction_of(opts)
         return group.reduce_scatter(whole, counts, 1.0 / group.size if average else None, reduction)
 
 
@@ -459,32 +486,5 @@ class Subgroup(ElasticProcessGroup):
         return self._some.ranks()
 
 
-def _reduction(opts: Any) -> tuple[Reduction, bool]:
-    """The reduction that `opts` names, and whether it is an average."""
-    wanted = getattr(opts, "reduceOp", opts)
-    if wanted is None:
-        return "sum", False
-    for op, reduction in _REDUCTIONS:
-        if wanted == op:
-            return reduction, bool(op == ReduceOp.AVG)
-    raise ValueError(f"reduction {wanted} is not supported: use SUM, AVG, PRODUCT, MAX or MIN")
-
-
-def _refuse_layout(tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided:
-        raise ValueError(f"a {tensor.layout} tensor cannot be sent: hand over tensor.to_dense()")
-
-
 def _put(tensor: Tensor, came: Tensor) -> None:
     tensor.copy_(came)
-
-
-@contextmanager
-def _flat(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor as a contiguous 1-D one; what is written to it ends up in the tensor."""
-    _refuse_layout(tensor)
-    plain = tensor.detach()
-    flat = plain.contiguous().view(-1)
-    yield flat
-    if not plain.is_contiguous():
-        plain.copy_(flat.view(plain.shape))

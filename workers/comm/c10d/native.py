@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from elaunch.errors import CollectiveFailed, StepInterrupted
-from elaunch.workers.comm.c10d.works import Interrupted, NativeWork
+from elaunch.workers.comm.c10d.works import BatchedWork, FinishedWork, Interrupted, NativeWork
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.native.bulk import Bulk
@@ -35,11 +37,55 @@ class Issues(Protocol):
 
     def issue(
         self, group: Group, names: Sequence[str], args: Sequence[Any], interrupted: Interrupted | None
-    ) -> NativeWork | None:
+    ) -> NativeWork | BatchedWork | None:
         """Begins an operation natively, or returns None: it goes over links."""
 
     def of_subgroup(self, number: int) -> Issues | None:
         """Returns the same for a process group of some of the members; None: its operations go over links."""
+
+    def start_batch(self, group: Group, device: torch.device) -> bool:
+        """Has operations that this thread issues from now on begin together; returns False where each does by itself.
+
+        Args:
+            group: the members.
+            device: of the tensors.
+        """
+
+    def end_batch(self, interrupted: Interrupted | None) -> NativeWork | None:
+        """Begins a batch and returns its work, which is that of all its operations; None: there are none in it.
+
+        Args:
+            interrupted: as for `issue`.
+
+        Raises:
+            CollectiveFailed: the group has failed, or was left.
+        """
+
+    def give_up_batch(self) -> None:
+        """Ends a batch, if there is one, whose operations will not all come: an error came between them."""
+
+
+@dataclass(eq=False)
+class _OpenBatch:
+    """Operations that begin together.
+
+    Attributes:
+        bulk, group, device: where.
+        works: of those that it has so far.
+        has_sums: whether some of them are more than messages.
+    """
+
+    bulk: Bulk
+    group: Group
+    device: torch.device
+    works: list[BatchedWork] = field(default_factory=list)
+    has_sums: bool = False
+
+    def add(self, tensors: Any, is_message: bool) -> BatchedWork:
+        """Returns the work of one more operation."""
+        self.works.append(BatchedWork(tensors))
+        self.has_sums |= not is_message
+        return self.works[-1]
 
 
 class NativeWorks:
@@ -63,11 +109,12 @@ class NativeWorks:
         self._begun: dict[NativeWork, None] = {}
         self._on_device: dict[Bulk, torch.device] = {}
         self._group: Group | None = None
+        self._batch: _OpenBatch | None = None
         self.error: StepInterrupted | None = None
 
     def issue(
         self, group: Group, names: Sequence[str], args: Sequence[Any], interrupted: Interrupted | None
-    ) -> NativeWork | None:
+    ) -> NativeWork | BatchedWork | None:
         """Begins an operation in the native group.
 
         Args:
@@ -88,6 +135,45 @@ class NativeWorks:
         """Returns where operations of some of the members begin; None: they go over links."""
         return None if self._natives is None else SubgroupWorks(self, self._natives, number)
 
+    def start_batch(self, group: Group, device: torch.device) -> bool:
+        """Begins a batch where the members have a native group for tensors of this device, and it needs one."""
+        self.give_up_batch()
+        bulk = self._current()
+        if bulk is None or device.type != self._device_type or group.size == 1:
+            return False
+        try:
+            if not bulk.start_batch():
+                return False
+        except RuntimeError:
+            return False  # the group has failed, as each operation will say
+        self._batch = _OpenBatch(bulk, group, device)
+        return True
+
+    def end_batch(self, interrupted: Interrupted | None) -> NativeWork | None:
+        """Begins a batch and returns its work."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return None
+        self._group = batch.group
+        try:
+            work = batch.bulk.end_batch()
+        except RuntimeError as error:
+            raise self.failure(error) from None
+        if not batch.works:
+            return None
+        tensors = [one.tensors for one in batch.works]
+        found = self._of(batch.bulk, batch.group, work, batch.device, not batch.has_sums, interrupted, tensors)
+        for one in batch.works:
+            one.batch = found
+        return found
+
+    def give_up_batch(self) -> None:
+        """Ends a batch: while it is open, this thread gives the backend nothing else."""
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            with contextlib.suppress(RuntimeError):
+                batch.bulk.end_batch()
+
     def begin(
         self,
         bulk: Bulk | None,
@@ -95,7 +181,7 @@ class NativeWorks:
         names: Sequence[str],
         args: Sequence[Any],
         interrupted: Interrupted | None,
-    ) -> NativeWork | None:
+    ) -> NativeWork | BatchedWork | None:
         """Does as `issue`, in a native group of these members."""
         tensor = _first_tensor(args)
         if bulk is None or tensor is None or tensor.device.type != self._device_type or group.size == 1:
@@ -116,12 +202,27 @@ class NativeWorks:
             return None
         given = args if args[-1] is not None else args[:-1]
         try:
-            work = bulk.wrap(method(*given), is_message := names[0] in MESSAGES)
+            work, is_message = method(*given), names[0] in MESSAGES
         except (RuntimeError, ValueError):
             with contextlib.suppress(RuntimeError):
                 bulk.backend_group()
                 return None  # a type or an option that the backend does not know
             raise self.failure(RuntimeError("the group is closed")) from None
+        if self._batch is not None and self._batch.bulk is bulk:
+            return self._batch.add(args[0], is_message)
+        return self._of(bulk, group, work, tensor.device, is_message, interrupted, args[0])
+
+    def _of(
+        self,
+        bulk: Bulk,
+        group: Group,
+        work: dist.Work | None,
+        device: torch.device,
+        is_message: bool,
+        interrupted: Interrupted | None,
+        tensors: Any,
+    ) -> NativeWork:
+        """The work of what has begun. Of what was asked to be over at once on the caller's stream NCCL returns none."""
 
         def fails(error: StepInterrupted | RuntimeError) -> None:
             failure = self._lost(error) if isinstance(error, StepInterrupted) else self.failure(error)
@@ -130,21 +231,21 @@ class NativeWorks:
             interrupted(failure)
 
         others = [member for member in group.members if member != group.transport.worker]
-        is_on_host = tensor.device.type == "cpu"
+        is_on_host = device.type == "cpu"
         found = NativeWork(
-            work,
+            bulk.wrap(FinishedWork(tensors) if work is None else work, is_message),
             others,
             group.generation,
             lambda: group.transport.check(others),
             fails,
             self._ended,
-            args[0],
+            tensors,
             is_on_host,
         )
         if not is_message:  # what one member sends, another may receive in the next step
             self._begun[found] = None
         if not is_on_host:
-            self._on_device[bulk] = tensor.device
+            self._on_device[bulk] = device
         return found
 
     def finish(self) -> None:
@@ -167,6 +268,7 @@ class NativeWorks:
 
     def drop(self) -> None:
         """Forgets the step; the group has been poisoned before. Then nothing writes into the tensors any more."""
+        self.give_up_batch()
         begun, self._begun, self._on_device = list(self._begun), {}, {}
         for work in begun:
             work.drop()
@@ -221,7 +323,7 @@ class SubgroupWorks:
 
     def issue(
         self, group: Group, names: Sequence[str], args: Sequence[Any], interrupted: Interrupted | None
-    ) -> NativeWork | None:
+    ) -> NativeWork | BatchedWork | None:
         """Begins an operation, as `NativeWorks.issue` does; it may ask the other members whether they can."""
         if names[0] in MESSAGES or group.size == 1:
             return None
@@ -244,6 +346,16 @@ class SubgroupWorks:
     def of_subgroup(self, number: int) -> SubgroupWorks:
         """Returns where operations of some of its members begin."""
         return SubgroupWorks(self._works, self._natives, number)
+
+    def start_batch(self, group: Group, device: torch.device) -> bool:
+        """Returns False: its messages go over links."""
+        return False
+
+    def end_batch(self, interrupted: Interrupted | None) -> None:
+        """Does nothing: none is started."""
+
+    def give_up_batch(self) -> None:
+        """Does nothing: none is started."""
 
 
 def _first_tensor(args: Any) -> torch.Tensor | None:

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,6 +133,48 @@ def _monitored_barrier(
     return original(group, timeout, wait_all_ranks)
 
 
+def _batch_isend_irecv(
+    default: ElasticProcessGroup, original: Callable[..., Any], p2p_op_list: list[dist.P2POp]
+) -> list[dist.Work]:
+    """Torch's own, up to 2.13, has the messages of a Python group begin one after the other.
+
+    In a group of NCCL each keeps those after it waiting until its peer comes to it: two that both send first would wait
+    for each other for ever.
+    """
+    distributed_c10d._check_p2p_op_list(p2p_op_list)
+    first = p2p_op_list[0]
+    group: Any = default if first.group is None else first.group
+    if not isinstance(group, type(default)):
+        return original(p2p_op_list)  # type: ignore[no-any-return]
+
+    def begin(one: Any) -> Any:
+        peer = "group_dst" if one.op is distributed_c10d.isend else "group_src"
+        return one.op(one.tensor, group=one.group, tag=one.tag, **{peer: one.group_peer})
+
+    works = group.begin_together(first.tensor.device, [functools.partial(begin, one) for one in p2p_op_list])
+    return original(p2p_op_list) if works is None else works
+
+
+@contextlib.contextmanager
+def _coalescing_manager(
+    default: ElasticProcessGroup,
+    original: Callable[..., Any],
+    group: Any = None,
+    device: torch.device | None = None,
+    async_ops: bool = False,
+) -> Iterator[Any]:
+    """Torch's own stays in the middle of it after an error, which a step that is done again is to know nothing of."""
+    found = default if group is None else group
+    try:
+        with original(found, device, async_ops) as manager:
+            yield manager
+    except BaseException:
+        if isinstance(found, type(default)):
+            distributed_c10d._world.pg_coalesce_state.pop(found, None)
+            found.give_up_coalescing()
+        raise
+
+
 def _split_group(
     default: ElasticProcessGroup,
     original: Callable[..., Any],
@@ -157,6 +200,8 @@ def _split_group(
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {
+    "_coalescing_manager": _coalescing_manager,
+    "batch_isend_irecv": _batch_isend_irecv,
     "init_process_group": _init_process_group,
     "monitored_barrier": _monitored_barrier,
     "split_group": _split_group,

@@ -251,3 +251,46 @@ class NativeWork(dist.Work):
         except RuntimeError as error:
             self._failed(error)
             return self._result
+
+
+class BatchedWork(dist.Work):
+    """An operation of a batch in the native group. While others are being put into the batch no wait for it is one.
+
+    Args:
+        tensors: of it.
+
+    Attributes:
+        batch: the work of the whole batch, once it has begun.
+    """
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__()
+        self.tensors = tensors
+        self.batch: NativeWork | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Does as that of the batch."""
+        return self.batch is None or self.batch.wait(timeout)
+
+    def synchronize(self) -> None:
+        """Does as `wait`."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Returns whether the batch is over."""
+        return self.batch is not None and self.batch.is_completed()
+
+    def is_success(self) -> bool:
+        """Returns whether the batch has gone well."""
+        return self.batch is not None and self.batch.is_success()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Returns a future of the tensors."""
+        if self.batch is None:
+            return FinishedWork(self.tensors).get_future()
+
+        def of_this(whole: torch.futures.Future[Any]) -> Any:
+            whole.value()  # raises what has gone wrong
+            return self.tensors
+
+        return self.batch.get_future().then(of_this)

@@ -61,6 +61,24 @@ class Bulk(Protocol):
             is_message: whether it sends or receives one.
         """
 
+    def start_batch(self) -> bool:
+        """Has what this thread calls in `backend_group` from now on begin at `end_batch`, all of it together.
+
+        Returns False, and does nothing, where an operation does not keep those after it waiting.
+
+        Raises:
+            RuntimeError: the group is poisoned, or not open.
+        """
+
+    def end_batch(self) -> dist.Work | None:
+        """Begins what was called since `start_batch`, and returns its work, as `all_reduce` does.
+
+        None: nothing was called, or what follows on the caller's stream comes after it anyway.
+
+        Raises:
+            RuntimeError: the group is poisoned, or the backend refuses.
+        """
+
     def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
         """Begins to send a contiguous tensor to a member, after what the caller's stream has to do; returns its work.
 

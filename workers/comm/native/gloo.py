@@ -98,6 +98,13 @@ class GlooBulk:
             self._begun.append(found)
         return found
 
+    def start_batch(self) -> bool:
+        """Returns False: Gloo's operations run side by side."""
+        return False
+
+    def end_batch(self) -> None:
+        """Does nothing: none is started."""
+
     def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
         """Begins to send a tensor to a member."""
         return self.wrap(self.backend_group().send([tensor], to, MESSAGE), is_message=True)

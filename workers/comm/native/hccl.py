@@ -161,6 +161,13 @@ class HcclBulk:
         """Returns the work; there is none, as `backend_group` gives no group."""
         return work
 
+    def start_batch(self) -> bool:
+        """Returns False: it has no messages."""
+        return False
+
+    def end_batch(self) -> None:
+        """Does nothing: none is started."""
+
     def send(self, tensor: torch.Tensor, to: int) -> dist.Work:
         """Refuses."""
         raise RuntimeError(NO_MESSAGES)

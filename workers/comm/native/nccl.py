@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from elaunch.workers.comm.native.hangups import Hangups, await_failure, communic
 NO_TIMEOUT = timedelta(days=7)
 FIRST_SUM_S = 120.0
 POLL_S = 0.0005
+BATCH_S = 0.05
+"""For a batch of operations to be given to NCCL before an abort frees the communicator; it takes microseconds."""
+
 ABORTED_S = 10.0
 """For aborts to end before this process does; one takes half a second."""
 
@@ -70,6 +74,9 @@ class NcclBulk:
         self._over = threading.Event()
         self._hangups: Hangups | None = None
         self._abort: threading.Thread | None = None
+        self._batch: Any = None
+        self._no_batch = threading.Event()
+        self._no_batch.set()
 
     def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
         """Makes the communicator, sums once over it, and exchanges a number with each member if there are messages."""
@@ -135,13 +142,36 @@ class NcclBulk:
         """Returns the work: the host does not wait for it."""
         return work
 
+    def start_batch(self) -> bool:
+        """Opens a group of NCCL: alone, a message would keep those after it waiting until its peer comes to it."""
+        group = self.backend_group()
+        if not getattr(group, "supports_coalescing", False):
+            return False
+        with self._lock:
+            if self._over.is_set():
+                raise RuntimeError("the group is closed")
+            self._batch = group
+            self._no_batch.clear()
+        group._start_coalescing()
+        return True
+
+    def end_batch(self) -> dist.Work | None:
+        """Closes the group of NCCL, also once this one is poisoned: the thread could give it nothing else before."""
+        group, self._batch = self._batch, None
+        try:
+            work: dist.Work | None = group._end_coalescing()
+            return work
+        finally:
+            self._no_batch.set()
+
     def poison(self) -> None:
         """Aborts the communicator, in a thread of its own: the call returns half a second after its effect."""
         with self._lock:
             begins = not self._over.is_set() and self._group is not None
             self._over.set()
             if begins:
-                self._abort = threads.start("elaunch-nccl-abort", self._group.abort, lambda _: None)
+                free = partial(self._free, self._group)
+                self._abort = threads.start("elaunch-nccl-abort", free, lambda _: None)
                 _ABORTS.append(self._abort)
             hangups = self._hangups
         if hangups is not None:
@@ -150,6 +180,11 @@ class NcclBulk:
     def _after_hangup(self, communicator: int) -> None:
         if await_failure(lambda: [communicator], self._over):
             self.poison()
+
+    def _free(self, group: Any) -> None:
+        """Aborts a group, not while a thread is putting operations together that name its communicator."""
+        self._no_batch.wait(BATCH_S)
+        group.abort()
 
     def leave(self) -> None:
         """Does nothing: the abort frees the stream, and what follows on it comes after."""
