@@ -11,6 +11,10 @@ The script's own code in a step is `Phase.SCRIPT`. It ends with the first wait f
 Without an agent (`open_heartbeat` was not called) all of it does nothing. A call costs a microsecond or two: it
 stores into memory that the agent sees (`elaunch.detect.heartbeat`).
 
+Where a device computes, the training thread does not wait for peers: the stream does, and the thread goes on until it
+asks for a value. So `on_device` takes a mark of the stream before such a wait and one after it, and the thread that
+beats looks at these.
+
 A thread beats besides. It can only do so when it gets the interpreter's lock, so a call that keeps the lock stops it.
 It also looks at the training thread: whether the process uses processor time, and whether that goes into one and the
 same loop. A thread gives up the lock by itself in a call; where it has it taken away is at the end of a loop, where
@@ -31,10 +35,11 @@ import threading
 import time
 from collections.abc import Collection
 from types import CodeType, FrameType, TracebackType
+from typing import NamedTuple, Protocol
 
 from elaunch import threads
 from elaunch.detect import heartbeat as form
-from elaunch.detect.heartbeat import BEAT_S, FILE_BYTES, TEXT_AT, TEXT_BYTES, VERSION, Phase, Still
+from elaunch.detect.heartbeat import BEAT_S, FILE_BYTES, TEXT_AT, TEXT_BYTES, VERSION, OnDevice, Phase, Still
 from elaunch.detect.stacks import DUMP_SIGNAL
 from elaunch.workers.fatal import end_process
 
@@ -48,8 +53,34 @@ ASLEEP_PROCESS_NS = 10_000_000
 DEEPEST = 64
 """Calls that are compared, from the innermost."""
 
+MOST_MARKS = 64
+"""Waits of a device that are looked at; of more at a time the later ones come after these anyway."""
+
 CALLS = ("CALL", "PRECALL", "FOR_ITER", "SEND", "YIELD", "IMPORT", "BEFORE_", "LOAD_BUILD_CLASS")
 """How instructions begin that hand over to other code."""
+
+
+class Mark(Protocol):
+    """A place in the work of a device."""
+
+    def query(self) -> bool:
+        """Returns whether the device has come to it."""
+
+
+class DeviceWait(NamedTuple):
+    """A wait of a device for peers, by the places before it and after it."""
+
+    before: Mark
+    after: Mark
+
+    def look(self) -> OnDevice:
+        """Returns how far the device is."""
+        try:
+            if self.after.query():
+                return OnDevice.NOTHING
+            return OnDevice.PEERS if self.before.query() else OnDevice.COMPUTES
+        except RuntimeError:  # the device has failed: nobody waits for it any more
+            return OnDevice.NOTHING
 
 
 class Heartbeat:
@@ -74,6 +105,7 @@ class Heartbeat:
         self._n_waiting = 0
         self._news_ns: int | None = None  # that waits are still to end by
         self._freed_ns: int | None = None
+        self._on_device: list[DeviceWait] = []
         self._closing = threading.Event()
         numbers, now = self._numbers, time.monotonic_ns()
         numbers[form.AT_PID] = os.getpid()
@@ -107,6 +139,9 @@ class Heartbeat:
     def committed(self, step: int) -> None:
         """Notes that a step has committed; `step` is the next one. The same step counts once."""
         numbers = self._numbers
+        with self._lock:
+            self._on_device.clear()
+            self._show_device(OnDevice.NOTHING)
         self.enter(Phase.BETWEEN, step, numbers[form.AT_STEPS_HERE] + int(step != numbers[form.AT_STEP]))
 
     def begin_script_code(self) -> bool:
@@ -179,6 +214,37 @@ class Heartbeat:
             freed_ns, self._freed_ns = self._freed_ns, None
         return None if freed_ns is None else freed_ns / 1e9
 
+    def begin_on_device(self, wait: DeviceWait) -> None:
+        """Notes that a device has been told to wait for peers. It stands until a beat has seen the end of it."""
+        with self._lock:
+            if len(self._on_device) < MOST_MARKS:
+                self._on_device.append(wait)
+            if self._numbers[form.AT_DEVICE] == OnDevice.NOTHING:
+                self._show_device(OnDevice.ISSUED)
+
+    def look_at_device(self) -> None:
+        """Shows how far the device is with what it waits for."""
+        waits = list(self._on_device)
+        if not waits:
+            return
+        seen = [wait.look() for wait in waits]
+        with self._lock:
+            over = {id(wait) for wait, one in zip(waits, seen, strict=True) if one is OnDevice.NOTHING}
+            self._on_device = [wait for wait in self._on_device if id(wait) not in over]
+            if self._on_device:
+                # Of streams beside each other one that waits for peers may be what the others wait for.
+                self._show_device(max(max(seen), OnDevice.ISSUED))
+            else:
+                self._show_device(OnDevice.NOTHING)
+
+    def _show_device(self, new: OnDevice) -> None:
+        numbers = self._numbers
+        numbers[form.AT_SEQUENCE] += 1
+        if (numbers[form.AT_DEVICE] == OnDevice.PEERS) != (new is OnDevice.PEERS):
+            numbers[form.AT_SINCE] = time.monotonic_ns()  # a wait that begins or ends is a sign of progress
+        numbers[form.AT_DEVICE] = new
+        numbers[form.AT_SEQUENCE] += 1
+
     def moved(self) -> None:
         """Notes that bytes have come from a peer: whoever waits does not do so in vain."""
         self._numbers[form.AT_MOVED] = time.monotonic_ns()
@@ -218,6 +284,7 @@ class Heartbeat:
                 numbers[form.AT_STILL] = still
             numbers[form.AT_BEAT] = now_ns
             used_ns, process_ns, before_ns, place = now_used_ns, now_process_ns, now_ns, loop
+            self.look_at_device()
             self._closing.wait(BEAT_S)
 
     def _loop(self) -> object:
@@ -368,6 +435,22 @@ def take_freed_s() -> float | None:
     0: there was none when the news came; None: no news has come, or this process shows no heartbeat.
     """
     return None if _current is None else _current.take_freed_s()
+
+
+def is_shown() -> bool:
+    """Returns whether anybody looks at this process, and the calling thread is one that trains."""
+    return _current is not None and not getattr(_of_thread, "in_background", False)
+
+
+def on_device(before: Mark, after: Mark) -> None:
+    """Notes that a device has been told to wait for peers.
+
+    Args:
+        before: the place of its stream in front of that.
+        after: the place behind it.
+    """
+    if _current is not None:
+        _current.begin_on_device(DeviceWait(before, after))
 
 
 def moved() -> None:

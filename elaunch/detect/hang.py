@@ -24,6 +24,10 @@ between two steps or in one (`Phase.SCRIPT`), where one worker saves, logs, uplo
 usually takes there is learnt apart from the rest. And so does a worker that nobody on its node waits for, since then
 all of them may have the same reason, a slow file system for one.
 
+A device waits for peers by itself, and the training thread for the device. The beating thread sees when that has come
+to it (`OnDevice`): then the worker waits for peers. If the beats stop meanwhile, a call that keeps the interpreter's
+lock may wait for the device, or hang by itself: such a worker has the long limit.
+
 An elastic function is not judged: it waits in groups of its own, so nobody sees for whom. But when the members change
 its groups are freed, and whoever waits in them with them. One that does nothing for `LEAVE_S` after that waits for
 something that nobody ends, such as a message that Gloo has lost, and all others wait for it.
@@ -50,7 +54,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elaunch.detect.heartbeat import BEAT_S, HeartbeatReading, Phase, Still
+from elaunch.detect.heartbeat import BEAT_S, LATE_BEAT_S, HeartbeatReading, Phase, Still
 from elaunch.errors import UsageError
 from elaunch.rendezvous.membership import Deadlock, Stalled, node_of
 from elaunch.rendezvous.rules import deadlock
@@ -79,7 +83,6 @@ MEMORY_STEPS = 1000
 WITNESS_S = 1.0
 """For how long another worker must have waited; at most half the limit."""
 
-LATE_BEAT_S = 4 * BEAT_S
 GAP_S = 1.0
 """An agent that could not look for so long was stopped or had no processor, and so perhaps had its workers."""
 
@@ -310,7 +313,7 @@ class HangDetector:
     def _still_from(self, now_s: float, sight: Sight) -> float | None:
         """Since when a worker that does not wait has shown nothing; None: it works, or lacks a processor to do so."""
         heartbeat = sight.heartbeat
-        if heartbeat.waits:
+        if heartbeat.waits or heartbeat.is_doubtful(now_s):
             return None
         from_s: float | None = None
         if heartbeat.still is Still.SPINS or (
@@ -354,12 +357,13 @@ class HangDetector:
         sound = {worker for worker, sight in sights.items() if self._still_from(now_s, sight) is None}
         for worker, sight in sights.items():
             heartbeat = sight.heartbeat
-            if heartbeat.phase in _QUIET or heartbeat.waits:
+            if heartbeat.phase in _QUIET or _waits(now_s, heartbeat):
                 continue
             short_s, long_s = self.limits(heartbeat)
             more_s = grace_s(worker, holders, sound - {worker})
             since_s = max(heartbeat.since_s, self._from_s)
-            limit_s, from_s, how = long_s, since_s, "busy"
+            limit_s, from_s = long_s, since_s
+            how = _how(now_s, heartbeat) if heartbeat.is_doubtful(now_s) else "busy"
             still_from_s = self._still_from(now_s, sight)
             if still_from_s is not None:
                 how = _how(now_s, heartbeat)
@@ -395,7 +399,7 @@ class HangDetector:
         self, now_s: float, sights: Mapping[str, Sight], members: Sequence[str], holders: Sequence[str]
     ) -> Hang | None:
         """Whom to take out of those that all wait for each other; of members that are elsewhere too, only note it."""
-        wait = self._all_wait(sights, members)
+        wait = self._all_wait(now_s, sights, members)
         if wait is None or now_s - wait.from_s <= wait.limit_s:
             return None
         if len(wait.stalled) < len(members):
@@ -404,14 +408,14 @@ class HangDetector:
         waits = tuple(map(deadlock.describe, wait.stalled))
         return self._hang_of(now_s, deadlock.victim(wait.stalled, holders), wait, len(members), waits)
 
-    def _all_wait(self, sights: Mapping[str, Sight], members: Sequence[str]) -> _Wait | None:
+    def _all_wait(self, now_s: float, sights: Mapping[str, Sight], members: Sequence[str]) -> _Wait | None:
         """None: one of this node's members does not wait, or is not to be seen."""
         nodes = {node_of(worker) for worker in sights}
         local = [worker for worker in members if node_of(worker) in nodes]
         if not local or len(members) < 2 or not sights.keys() >= set(local):
             return None
         heartbeats = {worker: sights[worker].heartbeat for worker in local}
-        if any(not heartbeat.waits or heartbeat.phase in _QUIET for heartbeat in heartbeats.values()):
+        if any(heartbeat.phase in _QUIET or not _waits(now_s, heartbeat) for heartbeat in heartbeats.values()):
             return None
         limit_s = 0.0
         for heartbeat in heartbeats.values():
@@ -462,6 +466,10 @@ def _shown_still(now_s: float, heartbeat: HeartbeatReading) -> float | None:
     if heartbeat.still is not Still.MOVES:
         return max(heartbeat.still_since_s, heartbeat.since_s)
     return max(heartbeat.beat_s, heartbeat.since_s) if now_s - heartbeat.beat_s > LATE_BEAT_S else None
+
+
+def _waits(now_s: float, heartbeat: HeartbeatReading) -> bool:
+    return heartbeat.waits and not heartbeat.is_doubtful(now_s)
 
 
 def _how(now_s: float, heartbeat: HeartbeatReading) -> str:

@@ -11,6 +11,7 @@ nanoseconds, which all processes of a machine share.
                   sequence, step, step since, steps here, phase,  written by the threads that train; the sequence is odd
                   since, waits, generation, operation, others, length  while it is being done
                   moved                                           written by the threads that receive
+                  device                                          written by threads that train, and the one that beats
     then          the first peers that are waited for, as text
 
 Each number is stored by one aligned store of 8 bytes. What belongs together is told by the sequence: a reader that
@@ -24,7 +25,7 @@ import os
 import struct
 from dataclasses import dataclass
 
-VERSION = 3
+VERSION = 4
 FILE_BYTES = 1024
 TEXT_AT = 256
 TEXT_BYTES = FILE_BYTES - TEXT_AT
@@ -32,6 +33,7 @@ TRIES = 64
 """Of a reader that finds the file being written to; a worker that is stopped in the middle of it will not go on."""
 
 BEAT_S = 0.25
+LATE_BEAT_S = 4 * BEAT_S
 
 # Places of the 8-byte numbers.
 AT_VERSION, AT_PID, AT_THREAD, AT_TRAINING_TID, AT_BEATING_TID = range(5)
@@ -40,7 +42,8 @@ AT_SEQUENCE = 8
 AT_STEP, AT_STEP_SINCE, AT_STEPS_HERE, AT_PHASE, AT_SINCE, AT_WAITS = range(9, 15)
 AT_GENERATION, AT_OPERATION, AT_OTHERS, AT_LENGTH = range(15, 19)
 AT_MOVED = 19
-COUNT = 20
+AT_DEVICE = 20
+COUNT = 21
 _NUMBERS = struct.Struct(f"={COUNT}Q")
 
 
@@ -65,6 +68,15 @@ class Still(enum.IntEnum):
     MOVES = 0
     ASLEEP = 1  # the process uses no processor time
     SPINS = 2  # it goes round in one function, which calls nothing
+
+
+class OnDevice(enum.IntEnum):
+    """How far a device is with operations among members: its stream waits, and the training thread goes on."""
+
+    NOTHING = 0  # none is under way
+    ISSUED = 1  # one is, and the beating thread has not looked since
+    COMPUTES = 2  # it has work of its own before it
+    PEERS = 3  # all that was before it is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +111,8 @@ class HeartbeatReading:
         phase: what the training thread is about.
         since_s: since when it has been at that, without a sign of progress (a wait that ended, the next micro-batch; in
             a wait, bytes that came from a peer).
-        waits: whether a thread that trains waits for peers.
+        waits: whether a thread that trains waits for peers, or its device does.
+        device: how far that is, as the last beat has seen it; while a thread waits for peers, `NOTHING`.
         awaited: those peers, or the last that it waited for.
     """
 
@@ -117,6 +130,11 @@ class HeartbeatReading:
     since_s: float
     waits: bool = False
     awaited: Awaited = Awaited()
+    device: OnDevice = OnDevice.NOTHING
+
+    def is_doubtful(self, now_s: float) -> bool:
+        """Returns whether the beats have stopped since a device was told to wait for peers: it may have gone on."""
+        return self.device is not OnDevice.NOTHING and now_s - self.beat_s > LATE_BEAT_S
 
 
 class Reader:
@@ -159,10 +177,12 @@ def parse(data: bytes, sequence: bytes) -> HeartbeatReading | None:
         return None
     text = data[TEXT_AT : TEXT_AT + numbers[AT_LENGTH]].decode("utf-8", "replace")
     try:
-        phase, still = Phase(numbers[AT_PHASE]), Still(numbers[AT_STILL])
+        phase, still, device = Phase(numbers[AT_PHASE]), Still(numbers[AT_STILL]), OnDevice(numbers[AT_DEVICE])
     except ValueError:
         return None
-    waits, since = bool(numbers[AT_WAITS]), numbers[AT_SINCE]
+    if numbers[AT_WAITS]:
+        device = OnDevice.NOTHING
+    waits, since = bool(numbers[AT_WAITS]) or device is OnDevice.PEERS, numbers[AT_SINCE]
     return HeartbeatReading(
         pid=numbers[AT_PID],
         thread=numbers[AT_THREAD],
@@ -183,4 +203,5 @@ def parse(data: bytes, sequence: bytes) -> HeartbeatReading | None:
             generation=numbers[AT_GENERATION],
             operation=numbers[AT_OPERATION],
         ),
+        device=device,
     )

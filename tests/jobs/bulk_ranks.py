@@ -7,6 +7,7 @@ a function that all members call, and that raises what is wrong.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import time
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from elaunch import threads
-from elaunch.detect.heartbeat import Reader
+from elaunch.detect.heartbeat import Phase, Reader
 from elaunch.workers import heartbeat
 from elaunch.workers.comm.c10d.native import NativeWorks
 from elaunch.workers.comm.native import ended, nccl
@@ -30,6 +31,7 @@ from elaunch.workers.comm.native.choice import maker
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.comm.native.nccl2 import Nccl2Bulk
 from elaunch.workers.comm.process_group import ElasticProcessGroup
+from elaunch.workers.data_parallel.reducer import NativeSums
 
 PATIENCE = timedelta(seconds=60)
 FREED_S = 30.0
@@ -277,34 +279,62 @@ def anew(me: Member) -> None:
         again.close()
 
 
-def pulse(me: Member) -> None:
-    """Whoever waits for a hung member shows it while no Python of its training thread runs: its peers are named."""
-    bulk, beats = me.opened("pulse"), heartbeat.open_heartbeat()
+def seen_to_wait(me: Member, name: str, bulk: Bulk, waits: Callable[[torch.Tensor], None]) -> None:
+    """Has all ranks but the last wait for it until each has been seen to, by what it shows, which names the last."""
+    beats, last = heartbeat.open_heartbeat(), f"m{me.size - 1}"
     if me.rank == me.size - 1:
-        me.meet("they are seen to wait")
+        me.meet(f"{name}: they are seen")
     else:
         tensor, seen = me.filled(1.0), list[str]()
 
         def watch() -> None:
             heartbeat.in_background()
             reader = Reader(beats.fd)
-            while (reading := reader.read()) is None or not reading.waits:
+            while (reading := reader.read()) is None or not reading.waits or reading.phase is not Phase.STEP:
                 time.sleep(0.01)
             seen.extend(reading.awaited.peers)
-            me_too.meet("they are seen to wait", range(me.size - 1))
-            me_too.store.set(f"meet/they are seen to wait/{me.size - 1}", "1")
+            me_too.meet(f"{name}: they are seen", range(me.size - 1))
+            me_too.store.set(f"meet/{name}: they are seen/{me.size - 1}", "1")
             bulk.poison()
 
         me_too = Member(me.rank, me.size, me.port, me.device)
         watching = threads.start("watch", watch, lambda _: None)
+        waits(tensor)
+        watching.join()
+        assert seen == [last], seen
+    heartbeat.close()
+    bulk.poison()
+    me.meet(f"{name}: all have been seen")
+    bulk.close()
+
+
+def pulse(me: Member) -> None:
+    """Whoever waits for a hung member shows it while no Python of its training thread runs: its peers are named."""
+    bulk = me.opened("pulse")
+
+    def waits(tensor: torch.Tensor) -> None:
         work = bulk.all_reduce(tensor)
+        heartbeat.enter(Phase.STEP, 1)
         with heartbeat.waiting([f"m{me.size - 1}"], 1):
             me.is_freed(bulk, work, tensor)
-        watching.join()
-        assert seen == [f"m{me.size - 1}"], seen
-    bulk.poison()
-    me.meet("the pulse was seen")
-    bulk.close()
+
+    seen_to_wait(me, "pulse", bulk, waits)
+
+
+def blocked(me: Member) -> None:
+    """Whoever asks a device for a value that a hung member holds up is seen to wait for that member."""
+    bulk = me.opened("blocked")
+
+    def waits(tensor: torch.Tensor) -> None:
+        sums = NativeSums(bulk)
+        sums.add(tensor)
+        heartbeat.enter(Phase.STEP if me.device.type == "cpu" else Phase.BETWEEN, 1)
+        with contextlib.suppress(RuntimeError), heartbeat.waiting([f"m{me.size - 1}"], 1):
+            sums.join(lambda: None)  # on a device, it returns at once
+        heartbeat.enter(Phase.STEP, 1)  # the agent looks from here on
+        tensor[0].item()
+
+    seen_to_wait(me, "blocked", bulk, waits)
 
 
 def death(me: Member) -> None:
@@ -331,7 +361,7 @@ def death(me: Member) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Member], None]] = {
-    run.__name__: run for run in (freed, beside, eager, batch, options, order, anew, pulse, death)
+    run.__name__: run for run in (freed, beside, eager, batch, options, order, anew, pulse, blocked, death)
 }
 
 

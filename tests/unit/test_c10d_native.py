@@ -20,6 +20,7 @@ from elaunch.workers.comm.c10d.works import NativeWork
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native.gloo import GlooBulk
 from elaunch.workers.comm.process_group import ElasticProcessGroup
+from elaunch.workers.data_parallel.reducer import NativeSums
 from tests.unit.comm_crew import Task, crew, each
 from tests.unit.test_native import Device, gloo
 
@@ -250,3 +251,26 @@ def test_a_member_does_not_commit_a_step_in_which_an_operation_failed(monkeypatc
             fails("of the script's own")
     finally:
         member.close()
+
+
+def test_a_device_that_is_told_to_wait_shows_that_in_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a script that asks it for a value does not look as if it hung by itself."""
+    shown: list[tuple[str, str]] = []
+    places = iter("abcdefgh")
+    monkeypatch.setattr("elaunch.workers.comm.native.ended.here", lambda device: next(places))
+    monkeypatch.setattr("elaunch.workers.heartbeat.is_shown", lambda: True)
+    monkeypatch.setattr("elaunch.workers.heartbeat.on_device", lambda before, after: shown.append((before, after)))
+    with crew(2) as transports:
+        group = Group(transports[0], 1, [one.worker for one in transports])
+        pg = ElasticProcessGroup(lambda: group, None, NativeWorks(lambda: Device(), "meta"))
+        work = dist.all_reduce(torch.ones(1, device="meta"), group=pg, async_op=True)
+        assert work is not None
+        assert shown == [], "the stream goes on"
+        work.wait()
+        assert shown == [("a", "b")]
+        dist.all_reduce(torch.ones(1, device="meta"), group=pg)
+        assert shown[1:] == [("c", "d"), ("e", "f")], "the stream waits as soon as it is called"
+        sums = NativeSums(Device())
+        sums.add(torch.ones(1, device="meta"))
+        sums.join(lambda: None)
+        assert shown[3:] == [("g", "h")]

@@ -26,7 +26,7 @@ from elaunch.detect.hang import (
     Sight,
     parse,
 )
-from elaunch.detect.heartbeat import BEAT_S, Awaited, HeartbeatReading, Phase, Still
+from elaunch.detect.heartbeat import BEAT_S, Awaited, HeartbeatReading, OnDevice, Phase, Still
 from elaunch.errors import UsageError
 from elaunch.rendezvous.membership import Deadlock
 from elaunch.rendezvous.rules.holders import KEEPER_S, LAST_S
@@ -632,3 +632,58 @@ def test_another_setting_is_refused(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(text)
     assert str(caught.value) == f"--hang-timeout={text}: expected auto, off, or a number of seconds above 0"
+
+
+def of_device(device: OnDevice, beat_s: float = NEVER) -> tuple[Hang, float] | None:
+    """The devices of two workers wait for the third, which is busy for ever; so the two sleep."""
+
+    class OfDevice(World):
+        def heartbeat(self, now_s: float, step: int, start_s: float, worker: int) -> HeartbeatReading:
+            found = super().heartbeat(now_s, step, start_s, worker)
+            if worker == 2 or step < 30 or now_s < start_s + 2 * BEAT_S:
+                return found
+            beat_s_ = min(found.beat_s, start_s + beat_s)
+            waits = device is OnDevice.PEERS
+            return replace(found, waits=waits, device=device, still=Still.ASLEEP, still_since_s=start_s, beat_s=beat_s_)
+
+    return OfDevice(steady(0.2), hangs=(30, 2, "works"), look_s=SELDOM_S).run(2 * LONG_S)
+
+
+@pytest.mark.parametrize(
+    ("device", "beat_s"),
+    [(OnDevice.PEERS, NEVER), (OnDevice.PEERS, 0.0), (OnDevice.ISSUED, 0.0), (OnDevice.COMPUTES, 0.0)],
+)
+def test_who_waits_for_a_hung_peer_by_its_device_is_not_blamed(device: OnDevice, beat_s: float) -> None:
+    """Whether its training thread is in a call that keeps the interpreter's lock or not."""
+    found = of_device(device, beat_s)
+    assert found is not None
+    assert found[0].worker == "n/2#0"
+    assert LONG_S < found[1] <= LONG_S + 2 * SELDOM_S
+
+
+def test_who_stops_to_beat_while_its_device_was_told_to_wait_has_the_long_limit() -> None:
+    """It may have gone on, and be in a call that keeps the interpreter's lock: nobody waits for it for ever."""
+
+    class Doubtful(World):
+        def heartbeat(self, now_s: float, step: int, start_s: float, worker: int) -> HeartbeatReading:
+            found = super().heartbeat(now_s, step, start_s, worker)
+            return replace(found, device=OnDevice.PEERS, waits=True) if (step, worker) == (30, 1) else found
+
+    found = Doubtful(steady(0.2), hangs=(30, 1, "lock"), look_s=SELDOM_S).run(2 * LONG_S)
+    assert found is not None
+    assert found[0].worker == "n/1#0"
+    assert LONG_S < found[1] <= LONG_S + 2 * SELDOM_S
+    assert "keeps the interpreter's lock" in found[0].doing
+
+
+def test_a_device_that_computes_does_not_wait() -> None:
+    """Its own work never ends: others wait for it."""
+
+    class Computes(World):
+        def heartbeat(self, now_s: float, step: int, start_s: float, worker: int) -> HeartbeatReading:
+            found = super().heartbeat(now_s, step, start_s, worker)
+            return replace(found, device=OnDevice.COMPUTES) if (step, worker) == (30, 1) else found
+
+    found = Computes(steady(0.2), hangs=(30, 1, "asleep")).run(60)
+    assert found is not None
+    assert found[0].worker == "n/1#0"

@@ -22,6 +22,7 @@ from elaunch.detect.heartbeat import (
     TEXT_BYTES,
     VERSION,
     HeartbeatReading,
+    OnDevice,
     Phase,
     Reader,
     Still,
@@ -399,3 +400,77 @@ def test_who_does_not_wait_when_news_comes_is_free(heartbeat: worker_heartbeat.H
     with worker_heartbeat.waiting():
         worker_heartbeat.news()  # of a process that shows none
     assert worker_heartbeat.take_freed_s() is None
+
+
+class Event:
+    """A mark of a device that comes to it when it is told to."""
+
+    def __init__(self) -> None:
+        self.is_there = False
+        self.error: RuntimeError | None = None
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.is_there
+
+
+def test_a_device_that_waits_for_peers_is_seen_from_its_beginning_to_its_end(shown: Reader) -> None:
+    before, after = Event(), Event()
+    with worker_heartbeat.waiting(["a/1#0"], 2, 5):
+        worker_heartbeat.on_device(before, after)
+        assert look(shown).device is OnDevice.NOTHING, "its thread waits: that is known better"
+    worker_heartbeat.enter(Phase.STEP, 7)
+    assert look(shown).device in (OnDevice.ISSUED, OnDevice.COMPUTES)
+    wait_until(lambda: look(shown).device is OnDevice.COMPUTES, 20, "the device to be looked at")
+    assert not look(shown).waits
+    since_s = look(shown).since_s
+    before.is_there = True
+    wait_until(lambda: look(shown).device is OnDevice.PEERS, 20, "it to come to the operation")
+    assert look(shown).waits
+    assert look(shown).awaited.peers == ("a/1#0",)
+    assert (begun_s := look(shown).since_s) > since_s
+    after.is_there = True
+    wait_until(lambda: look(shown).device is OnDevice.NOTHING, 20, "the end of the operation")
+    assert not look(shown).waits
+    assert look(shown).since_s > begun_s, "what it did not do in the wait is no hang"
+
+
+def test_of_several_waits_of_a_device_each_is_seen_in_its_turn(shown: Reader) -> None:
+    marks = [Event() for _ in range(4)]
+    worker_heartbeat.on_device(marks[0], marks[1])
+    worker_heartbeat.on_device(marks[2], marks[3])
+    marks[0].is_there = True
+    wait_until(lambda: look(shown).waits, 20, "the first wait")
+    marks[1].is_there = True
+    wait_until(lambda: look(shown).device is OnDevice.COMPUTES, 20, "the work in between")
+    marks[2].is_there = True
+    wait_until(lambda: look(shown).waits, 20, "the second wait")
+    marks[3].is_there = True
+    wait_until(lambda: look(shown).device is OnDevice.NOTHING, 20, "the end")
+
+
+def test_what_a_device_was_told_is_over_with_the_step_and_with_the_device(shown: Reader) -> None:
+    worker_heartbeat.on_device(Event(), Event())
+    worker_heartbeat.committed(8)
+    assert look(shown).device is OnDevice.NOTHING
+    failed = Event()
+    worker_heartbeat.on_device(failed, failed)
+    failed.error = RuntimeError("an illegal memory access")
+    wait_until(lambda: look(shown).device is OnDevice.NOTHING, 20, "a device that has failed to be given up")
+    for _ in range(2 * worker_heartbeat.MOST_MARKS):
+        worker_heartbeat.on_device(Event(), Event())
+    assert worker_heartbeat._current is not None
+    assert len(worker_heartbeat._current._on_device) == worker_heartbeat.MOST_MARKS
+    worker_heartbeat.committed(9)
+
+
+def test_a_call_that_keeps_the_interpreters_lock_does_not_hide_that_a_device_was_told_to_wait(shown: Reader) -> None:
+    """What the agent reads needs no interpreter here: it stands from the moment on at which the device was told."""
+    assert worker_heartbeat._current is not None
+    worker_heartbeat._current.look_at_device = lambda: None  # type: ignore[method-assign]  # no beat comes to it
+    worker_heartbeat.on_device(Event(), Event())
+    reading = look(shown)
+    assert reading.device is OnDevice.ISSUED
+    assert not reading.is_doubtful(reading.beat_s)
+    assert reading.is_doubtful(reading.beat_s + 2.0)

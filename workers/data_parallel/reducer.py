@@ -5,6 +5,7 @@ Over links one thread runs them. A native group of the members runs them itself,
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -198,13 +199,14 @@ class NativeSums:
         Raises:
             RuntimeError: one has failed.
         """
-        while self._joined < len(self._works):
-            work = self._works[self._joined]
-            if self._device.type != "cpu":
-                work.wait()
-            else:
-                ended.wait(work, look)
-            self._joined += 1
+        with ended.shown(self._device) if self._joined < len(self._works) else contextlib.nullcontext():
+            while self._joined < len(self._works):
+                work = self._works[self._joined]
+                if self._device.type != "cpu":
+                    work.wait()
+                else:
+                    ended.wait(work, look)
+                self._joined += 1
 
     def finish(self, look: Callable[[], None]) -> None:
         """Returns when all sums are there, and right.
@@ -222,7 +224,7 @@ class NativeSums:
         if wrong := self._bulk.errored():
             raise RuntimeError(wrong)
 
-    def _mark(self) -> ended.Mark | None:
+    def _mark(self) -> heartbeat.Mark | None:
         """Returns the end of what the device has been told until now; None: its sums have ended already."""
         return None if self._device.type == "cpu" else ended.here(self._device)
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from elaunch.errors import StateError
+from elaunch.workers import heartbeat
 from elaunch.workers.comm.native import ended
 from elaunch.workers.reentry import copier
 from elaunch.workers.reentry.describer import Describer
@@ -353,7 +354,7 @@ class _Copying:
             return
         self._event = self._begin_on(device)
 
-    def _begin_on(self, device: torch.device) -> ended.Mark:
+    def _begin_on(self, device: torch.device) -> heartbeat.Mark:
         """Begins to copy after all that the device was given; returns where its work will be complete."""
         stream = torch.Stream(device)
         stream.wait_stream(torch.accelerator.current_stream(device))

@@ -202,7 +202,9 @@ class NativeWorks:
             return None
         given = args if args[-1] is not None else args[:-1]
         try:
-            work, is_message = method(*given), names[0] in MESSAGES
+            at_once = not getattr(given[-1], "asyncOp", True)  # then the stream waits as soon as it is called
+            with ended.shown(tensor.device) if at_once else contextlib.nullcontext():
+                work, is_message = method(*given), names[0] in MESSAGES
         except (RuntimeError, ValueError):
             with contextlib.suppress(RuntimeError):
                 bulk.backend_group()
@@ -231,7 +233,6 @@ class NativeWorks:
             interrupted(failure)
 
         others = [member for member in group.members if member != group.transport.worker]
-        is_on_host = device.type == "cpu"
         found = NativeWork(
             bulk.wrap(FinishedWork(tensors) if work is None else work, is_message),
             others,
@@ -240,11 +241,11 @@ class NativeWorks:
             fails,
             self._ended,
             tensors,
-            is_on_host,
+            device,
         )
         if not is_message:  # what one member sends, another may receive in the next step
             self._begun[found] = None
-        if not is_on_host:
+        if device.type != "cpu":
             self._on_device[bulk] = device
         return found
 

@@ -161,7 +161,7 @@ class NativeWork(dist.Work):
         failed: takes that, or what the backend has raised: raises `StepInterrupted`, or has it handled elsewhere.
         done: called once when the work has been waited for.
         result: what its future has if it was handled elsewhere.
-        is_on_host: whether it writes into host memory, so that it is over once it has been waited for.
+        device: of the tensors; what writes into host memory is over once it has been waited for.
     """
 
     def __init__(
@@ -173,12 +173,12 @@ class NativeWork(dist.Work):
         failed: Callable[[StepInterrupted | RuntimeError], None],
         done: Callable[[NativeWork], None],
         result: Any,
-        is_on_host: bool,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self._work, self._peers, self._generation = work, peers, generation
         self._look, self._failed, self._done = look, failed, done
-        self._result, self._is_on_host = result, is_on_host
+        self._result, self._device, self._is_on_host = result, device, device.type == "cpu"
         self._waited = False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -218,7 +218,8 @@ class NativeWork(dist.Work):
         if self._is_on_host:
             ended.wait(self._work, self._look)
         else:
-            self._work.wait()
+            with ended.shown(self._device):
+                self._work.wait()
 
     def _ends(self) -> None:
         self._waited = True

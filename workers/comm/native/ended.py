@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from elaunch.workers import heartbeat
 from elaunch.workers.comm.native.gloo_work import GlooWork, wait_in_spells
 from elaunch.workers.fatal import end_process
+from elaunch.workers.heartbeat import Mark
 
 POLL_S = 0.00005
 LOOK_S = 0.1
@@ -27,18 +28,26 @@ FREED_S = 120.0
 """For a device to come to the end of its work once a native group has failed or was poisoned, which frees it."""
 
 
-class Mark(Protocol):
-    """A place in the work of a device."""
-
-    def query(self) -> bool:
-        """Returns whether the device has come to it."""
-
-
 def here(device: torch.device) -> Mark:
     """Returns the place that the present stream of a device has come to with all that it was given until now."""
     mark = torch.Event(device)
     mark.record(torch.accelerator.current_stream(device))
     return mark
+
+
+@contextlib.contextmanager
+def shown(device: torch.device) -> Iterator[None]:
+    """Returns a context in which a device is told to wait for members; the heartbeat shows that as long as it does.
+
+    The marks are new ones: another thread looks at them.
+    """
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type == "cpu" or capturing or not heartbeat.is_shown():
+        yield
+        return
+    before = here(device)
+    yield
+    heartbeat.on_device(before, here(device))
 
 
 def reach(
