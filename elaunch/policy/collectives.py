@@ -41,9 +41,16 @@ def uses_native(environment: Mapping[str, str], device_type: str, keeps_order: b
         keeps_order: whether sums over native groups have a fixed order where that is asked for.
 
     Raises:
-        UsageError: the setting is none of the choices.
+        UsageError: the setting is none of the choices, or a fixed order is asked for, and native groups that lack it.
     """
     choice = parse(environment.get(NAME))
+    in_order = keeps_order or environment.get(settings.CONSISTENCY) != "bitwise"
     if choice == "auto":
-        return device_type != "cpu" and (keeps_order or environment.get(settings.CONSISTENCY) != "bitwise")
+        return device_type != "cpu" and in_order
+    if choice == "native" and not in_order:
+        raise UsageError(
+            f"--collectives=native ({NAME}) and --consistency=bitwise ({settings.CONSISTENCY}) exclude each other: "
+            "NCCL, HCCL and Gloo add gradients in an order of their own; use --collectives=links, which adds them in "
+            "the order of ranks, or leave --consistency=bitwise out"
+        )
     return choice == "native"

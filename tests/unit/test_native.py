@@ -696,6 +696,11 @@ def test_who_has_native_groups(capsys: pytest.CaptureFixture[str]) -> None:
         made = maker(HOST, cuda)
         assert made is not None
         assert isinstance(made(), NcclBulk)
+    both = {"ELAUNCH_COLLECTIVES": "native", "ELAUNCH_CONSISTENCY": "bitwise"}
+    for device_type in ("cpu", "cuda"):
+        assert uses_native(both, device_type, keeps_order=True)
+        with pytest.raises(UsageError, match=r"--collectives=native .*--consistency=bitwise .*--collectives=links"):
+            uses_native(both, device_type)
     with pytest.raises(UsageError, match=r"--collectives=fast: expected auto .*, native .* or links"):
         parse("fast", "--collectives")
 
