@@ -100,6 +100,17 @@ class TimedWork:
         self.host_s, self.moments = time.perf_counter() - self._begin_s, (self._begin, self._timing.now())
 
 
+def host_clock_t() -> float:
+    """Returns the Unix time, in seconds, at which `time.perf_counter` of this host was 0.
+
+    Of a few readings the one counts in which the least time passed between the two clocks: another process may have the
+    processor meanwhile.
+    """
+    readings = [(time.perf_counter(), time.time(), time.perf_counter()) for _ in range(5)]
+    before_s, unix_t, after_s = min(readings, key=lambda one: one[2] - one[0])
+    return unix_t - (before_s + after_s) / 2
+
+
 class OwnTime:
     """The time in which a worker works on a step: it stands while the worker waits for others.
 

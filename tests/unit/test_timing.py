@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elaunch.plan.executed import ExecutedAction, ExecutedPhase
+from elaunch.plan.timeline import Action
 from elaunch.policy.sample import Overheads
 from elaunch.workers.barrier import StepRecord
 from elaunch.workers.layers.chain.chain import Chain
@@ -165,7 +167,7 @@ def test_what_an_action_takes_beside_its_layers_and_what_it_sends_are_told_apart
     with watch.loading(2):
         clock.now_s += 0.5
     clock.now_s += 100  # waits for rows
-    with watch.action("F") as action:
+    with watch.action(Action("F", 0, 0)) as action:
         clock.now_s += 0.25
         y, saved = layers.forward(torch.ones(2, 6), draw, watch)
         action.layers = [span for one in saved for span in one.spans]
@@ -173,7 +175,7 @@ def test_what_an_action_takes_beside_its_layers_and_what_it_sends_are_told_apart
         action.layers[-1].lasts("F")
         with action.sending():
             clock.now_s += 0.125
-    with watch.action("B") as action:
+    with watch.action(Action("B", 0, 0)) as action:
         action.layers = [span for one in saved for span in one.spans]
         layers.backward(saved, torch.ones_like(y), draw, lambda layer, grads: None)
         clock.now_s += 0.75
@@ -221,3 +223,81 @@ def test_a_step_has_figures_once_the_device_has_come_to_its_end(monkeypatch: pyt
         over.append(watch.is_over)
     assert over == [False, False, True]
     assert watch.update_s == 4.0
+
+
+def act(watch: Stopwatch, sends: bool) -> None:
+    """Two actions, a sum and the end of a step: 1 s of waiting, 2 s of computing, 0.5 s of sending, and so on."""
+    with watch.receiving():
+        clock.now_s += 1.0
+    with watch.action(Action("F", 1, 0)) as action:
+        clock.now_s += 2.0
+        if sends:
+            with action.sending():
+                clock.now_s += 0.5
+    with watch.action(Action("W", 1, 0)):
+        clock.now_s += 4.0
+    with watch.phase("sums"):
+        clock.now_s += 8.0
+    watch.at_end(lambda record: record)(StepRecord.at(0))
+    update = TimedWork(watch._timing)
+    with update:
+        clock.now_s += 16.0
+    watch.ended(update)
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_step_as_executed_has_all_moments_of_its_actions_and_what_followed(sends: bool) -> None:
+    clock.now_s = 100.0
+    watch = Stopwatch(CPU)
+    act(watch, sends)
+    actions, phases = watch.executed()
+    ends_s = 103.5 if sends else 103.0
+    forward = ExecutedAction(Action("F", 1, 0), 100.0, 101.0, 103.0, ends_s, ends_s)
+    weights = ExecutedAction(Action("W", 1, 0), ends_s, ends_s, *[ends_s + 4.0] * 3)  # it waits for nobody's rows
+    assert actions == [forward, weights]
+    since_s = ends_s + 4.0
+    assert phases == [
+        ExecutedPhase("sums", since_s, since_s + 8.0),
+        ExecutedPhase("commit", since_s + 8.0, since_s + 8.0),
+        ExecutedPhase("optimizer", since_s + 8.0, since_s + 24.0),
+        ExecutedPhase("parameters", since_s + 24.0, since_s + 24.0),
+    ]
+    assert Stopwatch(CPU).executed() == ([], [])
+
+
+def test_the_clock_of_a_device_is_put_where_it_does_nothing_before_the_host_has_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Behind(HostTiming):
+        """A device with a clock of its own, which comes to its first moments late."""
+
+        LATE_S = (30.0, 30.0, 2.0)
+        n_moments = 0
+
+        def now(self) -> float:
+            late_s = self.LATE_S[self.n_moments] if self.n_moments < len(self.LATE_S) else 0.0
+            self.n_moments += 1
+            return -5000.0 + clock.now_s + late_s
+
+    device = Behind()
+    monkeypatch.setattr("elaunch.workers.layers.timing.timing_of", lambda _: device)
+    clock.now_s = 100.0
+    watch = Stopwatch(CPU)
+    with watch.action(Action("F", 0, 0)):
+        clock.now_s += 1.0
+    clock.now_s += 40.0
+    with watch.action(Action("B", 0, 0)):
+        clock.now_s += 5.0
+    actions, _ = watch.executed()
+    assert [one.begins_s for one in actions] == [130.0, 143.0]
+    assert [one.ends_s for one in actions] == [131.0, 146.0]
+
+
+def test_where_layers_are_not_measured_there_are_no_turns_of_theirs() -> None:
+    assert Stopwatch(CPU).of_layers is not None
+    watch = Stopwatch(CPU, layers=False)
+    assert watch.of_layers is None
+    run(chain((1.0, 2.0)), watch.of_layers, 2)
+    act(watch, sends=True)
+    assert watch.turns() == []
+    assert [one.action.kind for one in watch.executed()[0]] == ["F", "W"]

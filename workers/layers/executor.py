@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -209,10 +209,11 @@ class _Step:
             for coming in order[place : place + LOOK_AHEAD + 1]:
                 self._post(coming)
             do[action.kind](action)
-        while self._unsummed:
-            self._sum(self._unsummed.popleft())
-        gradients = {shard: self._gradients[shard] for shard in self._of._owned}
-        self._carrier.finish()
+        with nullcontext() if self._watch is None else self._watch.phase("sums"):
+            while self._unsummed:
+                self._sum(self._unsummed.popleft())
+            gradients = {shard: self._gradients[shard] for shard in self._of._owned}
+            self._carrier.finish()
         return Outcome(tuple((sample, rows, float(loss)) for sample, rows, loss in self._losses), gradients)
 
     # -- actions ------------------------------------------------------------------------------------------------
@@ -225,8 +226,9 @@ class _Step:
         data = self._loaded(samples) if self._of.loads(tile) else None
         x = data[0] if data is not None and first else self._collect(Kind.ACTIVATION, peers.x_from)
         self._ready(tile.layers)
-        with self._timed("F") as timed:
-            x, self._saved[key] = self._of._chains[action.tile].forward(x, self._draw(samples), self._watch)
+        with self._timed(action) as timed:
+            of_layers = None if self._watch is None else self._watch.of_layers
+            x, self._saved[key] = self._of._chains[action.tile].forward(x, self._draw(samples), of_layers)
             if last:
                 assert data is not None
                 self._dy[key] = self._loss(x, data[1], samples, reports=tile.workers[0] == self._of._worker)
@@ -240,8 +242,8 @@ class _Step:
         with nullcontext() if self._watch is None else self._watch.loading(n_rows(samples)):
             return self._load(samples)
 
-    def _timed(self, kind: Literal["F", "B"]) -> AbstractContextManager[ActionSpan | None]:
-        return nullcontext() if self._watch is None else self._watch.action(kind)
+    def _timed(self, action: Action) -> AbstractContextManager[ActionSpan | None]:
+        return nullcontext() if self._watch is None else self._watch.action(action)
 
     def _loss(self, y: Tensor, target: Any, samples: MicroBatch, reports: bool) -> Tensor:
         """The gradient of the output, in units of a whole micro-batch's mean loss."""
@@ -281,7 +283,7 @@ class _Step:
             else:
                 add(layer.spec.index, grads)
 
-        with self._timed("B") as timed:
+        with self._timed(action) as timed:
             saved = self._saved.pop(key)
             if timed is not None:
                 timed.layers = _spans(saved)
@@ -306,16 +308,18 @@ class _Step:
             whole.append((layer, grads))
 
         draw = self._draw(tile.micro_batches[action.micro_batch])
-        dx, left = self._of._chains[action.tile].input_gradient(self._saved.pop(key), dy, draw, done)
-        assert dx is not None, f"layer {tile.layers.start} gives no gradient to the one before it"
-        self._hand_over(Kind.INPUT_GRADIENT, dx, peers.dx_to)
-        self._left[key] = left
-        self._add_all_of(action, whole)
+        with self._timed(action) as timed:
+            dx, left = self._of._chains[action.tile].input_gradient(self._saved.pop(key), dy, draw, done)
+            assert dx is not None, f"layer {tile.layers.start} gives no gradient to the one before it"
+            self._hand_over(Kind.INPUT_GRADIENT, dx, peers.dx_to, timed)
+            self._left[key] = left
+            self._add_all_of(action, whole)
 
     def _weight_gradients(self, action: Action) -> None:
         """Does the rest of a backward."""
-        for one in self._left.pop((action.tile, action.micro_batch)):
-            self._add_all_of(action, one.layers())
+        with self._timed(action):
+            for one in self._left.pop((action.tile, action.micro_batch)):
+                self._add_all_of(action, one.layers())
 
     def _add_all_of(self, action: Action, given: Iterable[tuple[Layer, list[Tensor]]]) -> None:
         """Adds gradients of layers, and sends those that are complete."""
@@ -365,8 +369,9 @@ class _Step:
     def _collect(self, kind: Kind, rows: Sequence[Rows]) -> Tensor:
         """Waits for the rows and puts them together."""
         whole: Tensor | None = None
-        for one in rows:
-            if one.peer != self._of._worker:
+        away = [one for one in rows if one.peer != self._of._worker]
+        with self._watch.receiving() if away and self._watch is not None else nullcontext():
+            for one in away:
                 self._carrier.wait(one.peer, tag(kind, one.number))
                 whole = self._posted.pop(tag(kind, one.number))
         local = [(one.first, self._local.pop(tag(kind, one.number))) for one in rows if one.peer == self._of._worker]

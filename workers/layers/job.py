@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,7 @@ from elaunch.detect.devices import Clocks
 from elaunch.detect.heartbeat import Phase
 from elaunch.detect.nvml import NvmlClocks, gpu_of
 from elaunch.errors import StateError, StateLost, StepInterrupted
+from elaunch.plan.executed import ExecutedStep, digest_of_plan
 from elaunch.plan.tiling import Plan
 from elaunch.policy.decision import Decision
 from elaunch.policy.dvfs import ClockRange
@@ -43,9 +44,28 @@ from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.layers.shards import MakeOptimizer
 from elaunch.workers.layers.timing import Stopwatch
 from elaunch.workers.member.replans import ReplanCall, asked
+from elaunch.workers.moments import host_clock_t
 from elaunch.workers.recovery import CONNECT_TIMEOUT_S
 from elaunch.workers.replicas import ReplicasDiffer
 from elaunch.workers.runtime import Member
+
+
+class _MeasuredStep(NamedTuple):
+    """A step that was measured, and what held in it.
+
+    Attributes:
+        updated: elements that this worker updates.
+        selects: the policy selector has asked for its figures.
+        tells: the event log gets what was done in it.
+    """
+
+    watch: Stopwatch
+    step: int
+    generation: int
+    plan: Plan
+    updated: int
+    selects: bool
+    tells: bool
 
 
 class HybridJob(BaseJob):
@@ -61,7 +81,8 @@ class HybridJob(BaseJob):
         self._governor: Governor | None = None
         self.find_clocks: Callable[[], Clocks] = partial(_own_clocks, client.local_rank)
         self._engine: Engine | None = None
-        self._measured: tuple[Stopwatch, int, Plan] | None = None  # a step: elements that were updated, and its plan
+        self._measured: _MeasuredStep | None = None
+        self._told: tuple[int, Plan] | None = None  # a generation and its plan: the log has a step of this worker
         self._next: Decision | None = None
         self._call: ReplanCall | None = None  # by which the members go over to it
         self._holds = False
@@ -162,6 +183,7 @@ class HybridJob(BaseJob):
             try:
                 self._train(engine)
                 self._tell(engine)
+                self._read_measured()
             except StepInterrupted as error:
                 if engine.step > step:
                     self._tell(engine)
@@ -226,16 +248,23 @@ class HybridJob(BaseJob):
         return self._engine
 
     def _train(self, engine: Engine) -> None:
-        """Tries a step, measured if the selector wants it."""
-        selector, watch = self._member.selector, None
-        if selector is not None and selector.measures() and not engine.changing:
-            watch = Stopwatch(self.device, selector.meters())
+        """Tries a step, measured if the selector wants it, or if it is the first whole one of a plan."""
+        selector, watch, step, generation = self._member.selector, None, engine.step, self._member.generation.number
+        selects = selector is not None and selector.measures()
+        tells = self._member.elastic and not self._has_told(generation, engine.plan)
+        if (selects or tells) and not engine.changing:
+            watch = Stopwatch(self.device, selects and selector is not None and selector.meters(), layers=selects)
         barrier = self._pass_barrier if watch is None else watch.at_end(self._pass_barrier)
         engine.train_step(barrier, watch)
         if watch is not None:
             watch.ended(engine.update)
-            self._measured = watch, engine.n_owned, engine.plan
-            self._read_measured()
+            self._measured = _MeasuredStep(watch, step, generation, engine.plan, engine.n_owned, selects, tells)
+            if selects:  # what the log alone gets can wait until the step is reported
+                self._read_measured()
+
+    def _has_told(self, generation: int, plan: Plan) -> bool:
+        """Whether the event log has got what this worker did in a step of this generation and plan."""
+        return self._told is not None and self._told[0] == generation and self._told[1] is plan
 
     def _pass_barrier(self, record: StepRecord) -> StepRecord:
         """Passes the commit barrier; what was measured until the step before is told in it."""
@@ -243,14 +272,25 @@ class HybridJob(BaseJob):
         return self._member.pass_barrier(record)
 
     def _read_measured(self) -> None:
-        """Has the selector take in what the last measured step has shown, once the device has come to its end."""
-        selector = self._member.selector
-        if self._measured is None or selector is None or not self._measured[0].is_over:
+        """Has the selector and the log take in what the last measured step has shown, once the device is at its end."""
+        selector, measured = self._member.selector, self._measured
+        if measured is None or not measured.watch.is_over:
             return
-        (watch, n_owned, plan), self._measured = self._measured, None
-        if plan is self._made.plan:  # else others have its layers now
-            measured = watch.turns(), watch.kept_bytes, watch.update_s, n_owned, watch.weights(), watch.overheads()
-            selector.add(*measured)
+        self._measured, watch = None, measured.watch
+        if measured.tells and not self._has_told(measured.generation, measured.plan):
+            self._tell_actions(measured)
+        if (
+            selector is not None and measured.selects and measured.plan is self._made.plan
+        ):  # else others have its layers
+            figures = watch.kept_bytes, watch.update_s, measured.updated, watch.weights(), watch.overheads()
+            selector.add(watch.turns(), *figures)
+
+    def _tell_actions(self, measured: _MeasuredStep) -> None:
+        """Tells the log when this worker did what it did in a step."""
+        self._told = measured.generation, measured.plan
+        plan, executed = digest_of_plan(measured.plan), measured.watch.executed()
+        told = ExecutedStep.of(self.worker, measured.step, plan, *executed, host_clock_t())
+        self._member.send("actions", {"generation": measured.generation, **told.fields()})
 
     def _compare(self, group: Group, saving: bool) -> None:
         """Compares the replicas of layers where that is due; never while layers move."""

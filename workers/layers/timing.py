@@ -2,7 +2,7 @@
 
 In a step that is measured, a moment is taken before and after the forward of each layer, and where backward passes from
 one layer to the one before it. On an accelerator a moment is an event in its queue, read once it is over; nothing waits
-for it.
+for it. The same moments tell when each action of the step began and ended (`Stopwatch.executed`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from elaunch.plan.executed import ExecutedAction, ExecutedPhase
+from elaunch.plan.timeline import Action
 from elaunch.policy.sample import Overheads
 from elaunch.workers.barrier import StepRecord
 from elaunch.workers.moments import TimedWork, timing_of
@@ -114,18 +116,23 @@ class Stopwatch:
     Args:
         device: on which it computes.
         meter: whether the bytes that are kept for backward are counted too; that takes longer.
+        layers: whether each layer is measured, and not only what is done with all layers of a tile.
 
     Attributes:
+        of_layers: this, if each layer is measured.
         kept_bytes: for backward, of a row of each layer, where they were counted; of all members of its TP group.
         weight_bytes: likewise, from the input gradient to the weight gradients where these came later.
         waited_s: so long this worker has waited for members of a tensor-parallel group; whoever waits adds to it.
     """
 
-    def __init__(self, device: torch.device, meter: bool = False) -> None:
+    def __init__(self, device: torch.device, meter: bool = False, layers: bool = True) -> None:
+        self.of_layers = self if layers else None
         self._timing, self._meter = timing_of(device), meter
-        self._moments: list[Any] = []
+        self._moments: list[tuple[float, Any]] = []  # each with the time at which the host asked for it
         self._spans: list[Span] = []
         self._actions: list[ActionSpan] = []
+        self._received: tuple[Any, Any] | None = None  # of the action that comes
+        self._phases: list[tuple[str, Any, Any]] = []
         self._loads: list[tuple[int, float]] = []
         self._end_began_s = 0.0
         self._end_s: float | None = None
@@ -140,13 +147,14 @@ class Stopwatch:
 
     def moment(self) -> Any:
         """Returns this moment, by the device's queue."""
-        self._moments.append(self._timing.now())
-        return self._moments[-1]
+        asked_s = time.perf_counter()
+        self._moments.append((asked_s, self._timing.now()))
+        return self._moments[-1][1]
 
     @property
     def is_over(self) -> bool:
         """Returns whether the device has come to all moments; before, there are no figures. It waits for nothing."""
-        return self._timing.are_over(self._moments)
+        return self._timing.are_over([*(moment for _, moment in self._moments), *(self._update or ())])
 
     def span(self, layer: int, rows: int, width: int = 1) -> Span:
         """Returns the span of a layer, or of this member's part of it, on a micro-batch; its forward follows."""
@@ -154,11 +162,26 @@ class Stopwatch:
         return self._spans[-1]
 
     @contextmanager
-    def action(self, kind: Literal["F", "B"]) -> Iterator[ActionSpan]:
+    def receiving(self) -> Iterator[None]:
+        """Measures what is done here: waiting for the rows of the action that comes."""
+        begin = self.moment()
+        yield
+        self._received = begin, self.moment()
+
+    @contextmanager
+    def action(self, action: Action) -> Iterator[ActionSpan]:
         """Measures what is done here: an action of this worker, without waiting for its rows."""
-        self._actions.append(ActionSpan(self, kind, self.moment()))
+        received, self._received = self._received, None
+        self._actions.append(ActionSpan(self, action, self.moment(), received=received))
         yield self._actions[-1]
         self._actions[-1].end = self.moment()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures what is done here: a part of the step beside its actions."""
+        begin = self.moment()
+        yield
+        self._phases.append((name, begin, self.moment()))
 
     @contextmanager
     def loading(self, rows: int) -> Iterator[None]:
@@ -172,7 +195,8 @@ class Stopwatch:
 
         def pass_barrier(record: StepRecord) -> StepRecord:
             self._end_began_s = time.perf_counter()
-            return barrier(record)
+            with self.phase("commit"):
+                return barrier(record)
 
         return pass_barrier
 
@@ -180,17 +204,35 @@ class Stopwatch:
         """Notes that the step has ended here, with the optimizer's step."""
         self._end_s = max(0.0, time.perf_counter() - self._end_began_s - update.host_s)
         self._update = update.moments
-        self._moments += update.moments or ()
+        if self._update is not None:
+            self._phases += [("optimizer", *self._update), ("parameters", self._update[1], self.moment())]
 
     @property
     def update_s(self) -> float:
         """Returns how long the optimizer's step took."""
         return self._timing.seconds(*self._update) if self._update is not None else 0.0
 
+    def executed(self) -> tuple[list[ExecutedAction], list[ExecutedPhase]]:
+        """Returns when this worker did what it did in the step, whose actions are over.
+
+        Times are seconds of the host's `time.perf_counter`. A device does nothing before the host has asked for it, and
+        does it at once where it has nothing else to do; so its clock is put as early as that allows.
+        """
+        if not self._moments:
+            return [], []
+        first = self._moments[0][1]
+        begin_s = max(asked_s - self._timing.seconds(first, moment) for asked_s, moment in self._moments)
+
+        def at(moment: Any) -> float:
+            return begin_s + self._timing.seconds(first, moment)
+
+        actions = [one.executed(at) for one in self._actions if one.end is not None]
+        return actions, [ExecutedPhase(name, at(begin), at(end)) for name, begin, end in self._phases]
+
     def overheads(self) -> Overheads:
         """Returns what this worker has spent beside its layers in the step, whose actions are over."""
         between = self._timing.seconds
-        beside = {kind: [one.seconds(between) for one in self._actions if one.kind == kind] for kind in "FB"}
+        beside = {kind: [one.seconds(between) for one in self._actions if one.action.kind == kind] for kind in "FB"}
         of_actions = [statistics.median(rest_s for rest_s, _ in some) for some in beside.values() if some]
         sent = [sent_s for some in beside.values() for _, sent_s in some if sent_s]
         return Overheads(
@@ -238,14 +280,18 @@ class Stopwatch:
 
 @dataclass(eq=False)
 class ActionSpan:
-    """An action of this worker: when it begins and ends, and the spans of its layers and of what it sends."""
+    """An action of this worker: when it begins and ends, and the spans of its layers and of what it sends.
+
+    Before it, where it needed rows of others, they were received.
+    """
 
     watch: Stopwatch
-    kind: Literal["F", "B"]
+    action: Action
     begin: Any
     end: Any = None
     layers: Sequence[Span] = ()
     sent: list[tuple[Any, Any]] = field(default_factory=list)
+    received: tuple[Any, Any] | None = None
 
     @contextmanager
     def sending(self) -> Iterator[None]:
@@ -257,9 +303,16 @@ class ActionSpan:
     def seconds(self, between: Callable[[Any, Any], float]) -> tuple[float, float]:
         """Returns the seconds beside its layers and sending, and those of sending."""
         sent_s = sum(between(*one) for one in self.sent)
-        spans = [one for one in self.layers if self.kind in one.ends]
-        in_layers_s = sum(between(one.begins[self.kind], one.ends[self.kind]) for one in spans)
+        kind = self.action.kind
+        spans = [one for one in self.layers if kind in one.ends]
+        in_layers_s = sum(between(one.begins[kind], one.ends[kind]) for one in spans)
         return between(self.begin, self.end) - in_layers_s - sent_s, sent_s
+
+    def executed(self, at: Callable[[Any], float]) -> ExecutedAction:
+        """Returns when it was done; `at` is the time of a moment."""
+        awaits = self.begin if self.received is None else self.received[0]
+        sent = (self.sent[0][0], self.sent[-1][1]) if self.sent else (self.end, self.end)
+        return ExecutedAction(self.action, *map(at, (awaits, self.begin, *sent, self.end)))
 
 
 @dataclass(eq=False)

@@ -143,6 +143,8 @@ class JobHistory:
                 self._take_transition(event, t)
             case "hang":
                 self._take_hang(event, t)
+            case "actions":
+                pass  # for `elaunch trace`: every worker tells it, for each plan
             case kind:
                 self._take_note(str(kind), event, t)
 
