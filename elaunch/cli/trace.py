@@ -18,7 +18,8 @@ def parser() -> argparse.ArgumentParser:
     p = FlagParser(
         prog="elaunch trace",
         description="Make a trace of a job's event logs, which https://ui.perfetto.dev and chrome://tracing show: "
-        "generations, steps, each recovery by phase, the lives of all workers, and the schedules of its plans.\n\n"
+        "generations, steps, each recovery by phase, the lives of all workers, and the schedules of its plans, as "
+        "executed where the logs have that.\n\n"
         f"{VERBATIM}elaunch trace events-a.jsonl events-b.jsonl -o trace.json",
     )
     p.add_argument("logs", metavar="LOG", nargs="+", help="what --events wrote, of one node or of all of them")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elaunch.plan.executed import ExecutedAction, ExecutedStep, digest_of_plan
 from elaunch.plan.schedule import schedule
 from elaunch.plan.tiling import Plan, PlanError
 from elaunch.plan.timeline import Kind, timeline
@@ -128,6 +129,8 @@ def _told_after_s(event: Event) -> float:
             return seconds(event.get("total_s"))
         case "step" | "checkpoint" | "resume" | "restored":
             return seconds(event.get("seconds"))
+        case "actions" if (begin_t := number(event.get("begin_t"))) is not None:
+            return max(0.0, float(event["t"]) - begin_t)
     return 0.0
 
 
@@ -227,7 +230,7 @@ def _draw_notes(
         kind, t = event["kind"], event["t"]
         life = lives.get(str(event.get("worker")))
         match kind:
-            case "generation" | "step" | "transition" | "worker_started":
+            case "generation" | "step" | "transition" | "worker_started" | "actions":
                 continue
             case "checkpoint" | "resume" | "restored":
                 begin_t = max(t - seconds(event.get("seconds")), min(before_t, t))
@@ -245,24 +248,96 @@ def _draw_notes(
                 trace.instant(JOB, NOTES, f"{kind} on {event['node']}", t, _own(event))
 
 
-def _draw_schedules(trace: _Trace, events: Sequence[Event]) -> None:
-    """Draws the schedule of each plan that a decision tells of, over the second step after it: the first may be slower.
+_Executed = dict[tuple[int, str], dict[int, dict[str, ExecutedStep]]]
+"""By generation and digest of a plan: by step, what its workers did in it."""
 
-    It is the planned one: logs tell no more of a step than its length, to which the schedule is scaled.
+
+def _draw_schedules(trace: _Trace, events: Sequence[Event]) -> None:
+    """Draws the schedule of each plan that a decision tells of.
+
+    That is the one of a step as executed, where workers have told it. Else it is the planned one, over the second step
+    after the decision, for the first may be slower: logs tell no more of that step than its length, to which the
+    schedule is scaled. Steps whose decision is in the log of a node that is not here are drawn, too.
     """
-    for place, event in enumerate(one for one in events if one["kind"] == "decision"):
+    executed, pid = _executed(events), FIRST_SCHEDULE - 1
+    decided = set[tuple[int, str]]()
+    for event in (one for one in events if one["kind"] == "decision"):
+        pid += 1
         try:
             plan = Plan.parse(str(event.get("plan")))
         except PlanError:
             continue
+        generation, key = event["generation"], (event["generation"], digest_of_plan(plan))
+        decided.add(key)
+        if told := executed.get(key):
+            _draw_executed(trace, pid, plan.workers, generation, told.pop(_best_known(told)))
+            continue
         steps = [
-            one
-            for one in events
-            if one["kind"] == "step" and one["generation"] == event["generation"] and one["t"] > event["t"]
+            one for one in events if one["kind"] == "step" and one["generation"] == generation and one["t"] > event["t"]
         ]
         if len(steps) > 1:
-            pid = FIRST_SCHEDULE + place
-            _draw_schedule(trace, pid, plan, steps[1], f"planned schedule of generation {event['generation']}")
+            _draw_schedule(trace, pid, plan, steps[1], f"planned schedule of generation {generation}")
+    for key, told in executed.items():
+        if key not in decided:
+            pid += 1
+            _draw_executed(trace, pid, None, key[0], told[_best_known(told)])
+
+
+def _best_known(told: Mapping[int, Mapping[str, ExecutedStep]]) -> int:
+    """Returns the step of which most workers have told, the first one of several."""
+    return max(told, key=lambda step: len(told[step]))
+
+
+def _executed(events: Sequence[Event]) -> _Executed:
+    """Returns what workers have told of the steps of their plans; of one step, what each told first."""
+    found: _Executed = {}
+    for event in events:
+        told = ExecutedStep.from_fields(event) if event["kind"] == "actions" else None
+        if told is not None:
+            steps = found.setdefault((event["generation"], told.plan), {})
+            steps.setdefault(told.step, {}).setdefault(told.worker, told)
+    return found
+
+
+def _draw_executed(
+    trace: _Trace, pid: int, workers: Sequence[str] | None, generation: int, told: Mapping[str, ExecutedStep]
+) -> None:
+    """Draws what workers did in a step, and when, each in a track of its own.
+
+    Args:
+        trace: to which it is added.
+        pid: of the schedule.
+        workers: of the plan, in its order; None: only those are known that have told.
+        generation: of the step.
+        told: what each did.
+    """
+    tids = {worker: tid for tid, worker in enumerate(workers or sorted(told), start=1) if worker in told}
+    step, n_workers = next(iter(told.values())).step, "?" if workers is None else str(len(workers))
+    some = "" if str(len(tids)) == n_workers else f", {len(tids)} of {n_workers} workers"
+    tracks = {tid: worker for worker, tid in tids.items()}
+    trace.name(pid, f"executed schedule of generation {generation}, step {step}{some}", tracks)
+    for worker, tid in tids.items():
+        one = told[worker]
+        args = {"node": node_of(worker), "step": step}
+        for action in one.actions:
+            _draw_action(trace, pid, tid, one.begin_t, action, args)
+        for phase in one.phases:
+            trace.span(pid, tid, phase.name, one.begin_t + phase.begins_s, one.begin_t + phase.ends_s, args)
+        if one.left_out:
+            after_t = one.begin_t + max((action.ends_s for action in one.actions), default=0.0)
+            trace.instant(pid, tid, f"{one.left_out} more actions are not in the log", after_t, args)
+
+
+def _draw_action(
+    trace: _Trace, pid: int, tid: int, begin_t: float, done: ExecutedAction, common: Mapping[str, Any]
+) -> None:
+    """Draws an action, before it how its rows were waited for, and within it how its rows were sent."""
+    args = {**common, "tile": done.action.tile, "micro_batch": done.action.micro_batch}
+    if done.awaits_s < done.begins_s:
+        trace.span(pid, tid, f"receive for {done.action}", begin_t + done.awaits_s, begin_t + done.begins_s, args)
+    trace.span(pid, tid, str(done.action), begin_t + done.begins_s, begin_t + done.ends_s, args)
+    if done.sends_s < done.sent_s:
+        trace.span(pid, tid, f"send of {done.action}", begin_t + done.sends_s, begin_t + done.sent_s, args)
 
 
 def _draw_schedule(trace: _Trace, pid: int, plan: Plan, step: Event, name: str) -> None:
