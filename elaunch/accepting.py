@@ -12,8 +12,16 @@ from collections.abc import Callable
 PAUSE_S = 0.2
 """For how long nobody is accepted when the system gives no more descriptors."""
 
+MAX_STRANGERS = 256
+"""So many accepted connections may be without a proof at a time; no more than an eighth of the descriptors."""
+
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _BROKEN = frozenset((errno.EBADF, errno.EINVAL, errno.ENOTSOCK))
+
+
+def most_strangers(open_files: int) -> int:
+    """Returns how many connections may be without a proof, where a process may have so many open files."""
+    return MAX_STRANGERS if open_files == resource.RLIM_INFINITY else max(8, min(MAX_STRANGERS, open_files // 8))
 
 
 class Accepting:

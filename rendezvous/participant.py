@@ -106,10 +106,13 @@ class Participant:
         self._pace = Pace.begin(self._started_s)
         self._hindrance = ""
 
-    @property
-    def standing(self) -> Standing:
-        """Returns how this node stands to the store; others ask when they have lost it."""
-        return self._founder.standing if self._founder is not None else Standing(self._mail.doc.node)
+    def tell(self) -> tuple[Standing, str]:
+        """Returns how this node stands to the store, which others ask when they have lost it, and the job's token.
+
+        By that they know each other; it is empty before this node has joined.
+        """
+        standing = self._founder.standing if self._founder is not None else Standing(self._mail.doc.node)
+        return standing, self._session.token
 
     def start(self) -> None:
         """Starts the thread."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from elaunch.accepting import Accepting
 from elaunch.agent.config import AgentConfig
 from elaunch.agent.control import ControlConnection, ControlServer
 from elaunch.agent.decisions.actions import (
@@ -42,11 +40,11 @@ from elaunch.agent.starter import WorkerStarter, unlock_clock
 from elaunch.agent.supervisor import Supervisor, listen
 from elaunch.agent.tcp_store.process import StoreOffer, StoreProcess
 from elaunch.agent.watch.hosted import HostedEtcd, ServerPlace
+from elaunch.agent.watch.liveness import Asker, LivenessPort
 from elaunch.agent.watch.watches import Watches
 from elaunch.detect.watchdog import Watchdog
 from elaunch.errors import ElaunchError, ProtocolError
 from elaunch.rendezvous.cluster.servers import EtcdServers
-from elaunch.rendezvous.cluster.standings import answer
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.security.identity import NodeIdentity
 from elaunch.rendezvous.store import Store
@@ -109,7 +107,10 @@ class Agent:
         supervisor.remove_at_the_end(self._control.directory)
         self._outputs = Outputs(config, folders)
         listener = listen(host)
-        self._liveness = Accepting(self._selector, listener, listener, self._journal.say)
+        address = f"{host}:{listener.getsockname()[1]}"
+        self._liveness = LivenessPort(
+            self._selector, listener, address, lambda: self._participant.tell(), self._journal.say
+        )
         self._store = StoreOffer(store, config.rendezvous, host, self._journal.say)
         self._life = Lifecycle(
             NodeSettings(
@@ -128,7 +129,7 @@ class Agent:
                 register_s=config.rendezvous.conf.workers.register_timeout,
             ),
             port=self._store.renew(),
-            liveness_address=f"{host}:{listener.getsockname()[1]}",
+            liveness_address=address,
             store_address=self._hosted.address,
             serves=self._hosted.serves,
         )
@@ -267,10 +268,13 @@ class Agent:
         self._participant.publish(self._life.doc())
 
     def _serve(self, source: object, mask: int) -> None:
-        """Takes what one descriptor brings. Lines for the event log come with every step and change nothing else."""
+        """Takes what one descriptor brings. Lines for the event log, and questions, change nothing else."""
         if isinstance(source, ControlConnection):
             if self._messages.serve(source, mask):
                 self._quiet = False
+            return
+        if isinstance(source, LivenessPort | Asker):
+            source.serve()
             return
         self._quiet = False
         if isinstance(source, Inbox):
@@ -282,10 +286,6 @@ class Agent:
         elif isinstance(source, Watchdog):
             for line in source.receive():
                 self._journal.say(line)
-        elif isinstance(source, socket.socket):
-            asks = self._liveness.accept()
-            if asks is not None:
-                answer(asks, self._participant.standing)
 
     def _serve_supervisor(self, supervisor: Supervisor) -> None:
         try:

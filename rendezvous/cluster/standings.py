@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 import socket
+import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elaunch.errors import ProtocolError
-from elaunch.rendezvous.codec import from_json, to_json
+from elaunch.rendezvous.cluster.inquiry import ANSWER_BYTES, is_cut_off, new_challenge, question_line, read_answer
 from elaunch.rendezvous.membership import split_address
 from elaunch.rendezvous.rules.founding import Standing
 
@@ -26,7 +27,18 @@ SEATS_PER_S = 500
 """So many agents a node asks each second on average: all nodes that lost the store do."""
 
 AT_ONCE = 100
-MOST_BYTES = 1 << 20
+
+
+class NoAnswer(enum.Enum):
+    """Why it is not known how an agent stands.
+
+    An agent has ended only where its machine refuses the connection. Whatever a stranger says in its place, it is never
+    that, nor an answer.
+    """
+
+    ENDED = "nobody listens there any more"
+    SILENT = "nothing came in time, or the agent did not take the question for one of its job"
+    UNPROVEN = "what came has no proof of the job's token"
 
 
 @dataclass(slots=True)
@@ -38,12 +50,14 @@ class Answers:
         ended: addresses on whose machines nobody listens there any more.
         listening: servers that accept connections.
         silent: addresses of agents and servers that do not answer.
+        strangers: of the silent ones, those where somebody answers without a proof of the job's token, by node.
     """
 
     standings: dict[str, Standing] = field(default_factory=dict)
     ended: set[str] = field(default_factory=set)
     listening: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
+    strangers: dict[str, str] = field(default_factory=dict)
 
 
 class Rounds:
@@ -63,22 +77,23 @@ class Rounds:
         """Has the next round give everybody all the time."""
         self._number = 0
 
-    def ask(self, seats: Mapping[str, str], servers: Collection[str]) -> Answers | None:
+    def ask(self, seats: Mapping[str, str], token: str, servers: Collection[str]) -> Answers | None:
         """Asks once more; None where that is not due yet."""
         if self._clock() < self._asked_s + len(seats) / SEATS_PER_S:
             return None
         self._asked_s = self._clock()
-        answers = ask(seats, servers, self._silent if self._number % PATIENT_EVERY else ())
+        answers = ask(seats, token, servers, self._silent if self._number % PATIENT_EVERY else ())
         self._number += 1
         self._silent = answers.silent
         return answers
 
 
-def ask(seats: Mapping[str, str], servers: Collection[str] = (), silent: Collection[str] = ()) -> Answers:
+def ask(seats: Mapping[str, str], token: str, servers: Collection[str] = (), silent: Collection[str] = ()) -> Answers:
     """Asks agents how they stand, and looks whether servers of the store listen.
 
     Args:
         seats: liveness addresses of the agents, by node.
+        token: of the job, by which both sides of each question know each other.
         servers: addresses of the servers.
         silent: of all these addresses, those that get less time, since they did not answer the last time.
     """
@@ -88,44 +103,48 @@ def ask(seats: Mapping[str, str], servers: Collection[str] = (), silent: Collect
     within_s = dict.fromkeys(silent, AGAIN_S)
     with ThreadPoolExecutor(min(AT_ONCE, count), "elaunch-ask") as pool:
         listen = pool.map(lambda server: listens(server, within_s.get(server, ANSWER_S)), servers)
-        said = pool.map(lambda address: _ask(address, within_s.get(address, ANSWER_S)), seats.values())
+        said = pool.map(lambda seat: _ask(seat[0], seat[1], token, within_s.get(seat[1], ANSWER_S)), seats.items())
         for (node, address), found in zip(seats.items(), said, strict=True):
-            if isinstance(found, Standing) and found.node == node:
+            if isinstance(found, Standing):
                 answers.standings[node] = found
-            elif found is None:
+                continue
+            if found is NoAnswer.ENDED:
                 answers.ended.add(address)
-            else:
-                answers.silent.add(address)
+                continue
+            answers.silent.add(address)
+            if found is NoAnswer.UNPROVEN:
+                answers.strangers[node] = address
         answers.listening = {server for server, is_there in zip(servers, listen, strict=True) if is_there}
     answers.silent.update(set(servers) - answers.listening)
     return answers
 
 
-def answer(link: socket.socket, standing: Standing) -> None:
-    """Tells whoever has connected how this node stands, and hangs up. It never waits."""
-    with link:
-        link.setblocking(False)
-        with suppress(OSError):  # who only wanted to see that this agent lives has gone already
-            link.send(to_json(standing))  # some hundred bytes to a connection that is new
-
-
-def _ask(address: str, within_s: float) -> Standing | str | None:
-    """Returns how an agent stands, or why that is not known; None where it has ended."""
-    data = b""
+def _ask(node: str, address: str, token: str, within_s: float) -> Standing | NoAnswer:
+    """Returns how the node stands whose agent is at an address, or why that is not known."""
+    challenge, line = new_challenge(), bytearray()
     try:
-        host, port = split_address(address)
-        with socket.create_connection((host, port), within_s) as link:
-            link.settimeout(within_s)
-            while len(data) < MOST_BYTES and (part := link.recv(65536)):
-                data += part
+        with socket.create_connection(split_address(address), within_s) as link:
+            if not token:
+                return NoAnswer.SILENT  # whoever it is cannot prove anything
+            end_s = time.monotonic() + within_s
+            link.sendall(question_line(token, address, challenge))
+            while len(line) < ANSWER_BYTES and (left_s := end_s - time.monotonic()) > 0:
+                link.settimeout(left_s)  # of all parts together: a stranger may send one byte at a time
+                part = link.recv(65536)
+                line += part
+                if not part or part.endswith(b"\n"):
+                    break
     except ConnectionRefusedError:
-        return None
-    except (OSError, ValueError, OverflowError) as error:
-        return str(error)
+        return NoAnswer.ENDED
+    except (OSError, ValueError, OverflowError):
+        pass  # what has come is looked at all the same
+    if is_cut_off(bytes(line)):
+        return NoAnswer.SILENT
     try:
-        return from_json(Standing, data)
-    except ProtocolError as error:
-        return str(error)
+        standing = read_answer(bytes(line), token, address, challenge)
+    except ProtocolError:
+        return NoAnswer.UNPROVEN
+    return standing if standing.node == node else NoAnswer.SILENT
 
 
 def listens(address: str, within_s: float = ANSWER_S) -> bool:

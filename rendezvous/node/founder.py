@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from elaunch import threads
 from elaunch.errors import LaunchError, StoreUnavailable
-from elaunch.rendezvous.cluster.standings import SEATS_PER_S, Rounds, ask
+from elaunch.rendezvous.cluster.standings import SEATS_PER_S, Answers, Rounds, ask
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.membership import Generation
 from elaunch.rendezvous.node.mailbox import Mailbox
@@ -112,7 +112,7 @@ class Founder:
         self._lock = threading.Lock()
         self._newest = 0
         self._rounds = Rounds(clock)
-        self._told = ""
+        self._told: set[str] = set()
         self._can_found = settings.can_found
 
     # -- while the store can be used ------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Founder:
     def connected(self) -> None:
         """Notes that this node can reach its store."""
         self._rounds.begin()
-        self._told = ""
+        self._told.clear()
         self._stand(away=False)
 
     def look_for_better(self, seats: Mapping[str, str]) -> None:
@@ -144,7 +144,8 @@ class Founder:
         generation = self._replica.view.generation
         assert generation is not None
         self._stand(away=False)
-        answers = ask(seats)
+        answers = ask(seats, self._session.token)
+        self._tell_strangers(answers)
         for node, address in seats.items():
             # Read after its end was seen: as long as its lease lasted it can have gone over to no other store.
             if address in answers.ended and self._session.has_node(node, address):
@@ -184,7 +185,7 @@ class Founder:
             if generation is None or generation.number != former.number or not self._session.is_open:
                 return
             seats = self._seats(generation)
-            if not self._note_ended(ask(seats).ended):
+            if not self._note_ended(ask(seats, self._session.token).ended):
                 return
             time.sleep(len(seats) / SEATS_PER_S)
 
@@ -202,6 +203,20 @@ class Founder:
                 self._ended |= ended
         return is_held
 
+    def _tell_strangers(self, answers: Answers) -> None:
+        """Tells the user of answers that do not count."""
+        for node, address in answers.strangers.items():
+            self._tell_once(
+                f"what answers at {address}, the address of node {node}'s agent, does not prove that it is of this "
+                "job: it is not believed, and the node counts as one that does not answer"
+            )
+
+    def _tell_once(self, line: str) -> None:
+        """Tells the user, if this line was not told since the node could reach its store last."""
+        if line not in self._told:
+            self._told.add(line)
+            self._reporter.warn(line)
+
     # -- while it cannot ------------------------------------------------------------------------------------------
 
     @property
@@ -216,12 +231,13 @@ class Founder:
             return RETRY_S
         servers = self._settings.servers()
         if self._founding is not None:
-            return self._wait_for_server(bool(ask({}, servers).listening))
+            return self._wait_for_server(bool(ask({}, self._session.token, servers).listening))
         seats = self._seats(generation)
         if not self.standing.away:
             self._stand(away=True)  # whoever asks meanwhile need not ask again
-        if (answers := self._rounds.ask(seats, servers)) is None:
+        if (answers := self._rounds.ask(seats, self._session.token, servers)) is None:
             return None
+        self._tell_strangers(answers)
         is_held = self._note_ended(answers.ended)
         self._stand(away=True)
         there = answers.listening
@@ -248,9 +264,8 @@ class Founder:
             case FoundStore():
                 self._found(move.founding)
                 return None
-        if move.is_news and move.why != self._told:
-            self._told = move.why
-            self._reporter.warn(f"no store is founded in the stead of the one that is lost: {move.why}")
+        if move.is_news:
+            self._tell_once(f"no store is founded in the stead of the one that is lost: {move.why}")
         return RETRY_S if may_be_there else None
 
     def _go_over(self, move: GoOver) -> None:

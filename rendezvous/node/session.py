@@ -80,6 +80,7 @@ class Session:
         written: the report as it stands in the store; None: it is to be written.
         told: the report that was written last, or that may have been.
         joined: whether the listener was told that the node has joined.
+        token: of the job, newest that was read; empty: none yet. Other threads read it.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Session:
         self.written: NodeDoc | None = None
         self.told: NodeDoc | None = None
         self.joined = False
+        self.token = ""
         self._open_store = open_store
         self._entrant = entrant
         self._prefix = job_prefix(entrant.job)
@@ -109,7 +111,6 @@ class Session:
         self._store: Store | None = None
         self._watches: dict[tuple[str, ...], Watch] = {}
         self._written_revision = 0
-        self._token = ""
         self._settings_revision = 0
         self._is_present = False
 
@@ -248,9 +249,8 @@ class Session:
         """Takes the job's end: news for a node that took part in it, a refusal for one that comes too late."""
         if not self.joined:
             how = "successfully" if result.succeeded else f"with a failure ({result.message})"
-            again = (
-                "when the node that hosts it has left" if self._entrant.hosted else f"{RESULT_TTL_S:g} s after its end"
-            )
+            late = f"{RESULT_TTL_S:g} s after its end"
+            again = "when the node that hosts it has left" if self._entrant.hosted else late
             raise JobFailed(
                 f"job {self._entrant.job!r} has ended {how}, and takes no more nodes: use another --rdzv-id, or this "
                 f"one again {again}"
@@ -263,7 +263,7 @@ class Session:
     def enter_job(self) -> None:
         """Agrees on the job's fixed settings; the first node writes them."""
         key = self._prefix + "config"
-        offered = to_json(replace(self._entrant.config, token=self._token or secrets.token_hex(16)))
+        offered = to_json(replace(self._entrant.config, token=self.token or secrets.token_hex(16)))
         entry = self.store.get(key)
         if entry is None:
             self.store.create(key, offered)
@@ -289,14 +289,14 @@ class Session:
                 f"the job runs with {found.theirs()}, this node was started with {found.ours()}: is that the same "
                 "folder? If not, no checkpoint will be complete"
             )
-        if self._token not in ("", config.token) and self._is_ahead():
+        if self.token not in ("", config.token) and self._is_ahead():
             self.store.replace(key, offered, entry.revision)
             self.enter_job()
             return
         self._replica.accept("config")
         self._settings_revision = entry.revision
-        if not self.joined or config.token != self._token:
-            self.joined, self._token = True, config.token
+        if not self.joined or config.token != self.token:
+            self.joined, self.token = True, config.token
             self._reporter.listener.joined(config)
 
     def note_settings(self, revision: int) -> None:

@@ -6,14 +6,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elaunch.errors import StoreUnavailable
-from elaunch.rendezvous.codec import from_json
+from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.membership import NodeDoc, WorkerState, job_prefix, node_of
+from elaunch.rendezvous.rules.founding import Standing
 from tests.faults.test_store import etcd_of
 from tests.helpers import Spawner, soak, wait_until
 from tests.jobs.watch import SCRIPT, Node, elaunch, kill_node, losses, wait_for, wait_for_members, wait_for_step
@@ -133,6 +135,53 @@ def test_the_others_go_on_without_the_node_that_hosts_the_store(
             wait_for_members(list(running.nodes.values()), len(names))
             assert f"this node goes over to the rendezvous store at {address}" in back.agent.text()
             running.end("a")
+
+
+# Answers whoever connects to an address with the bytes that the third argument names in hex, until it is ended.
+STRANGER = """
+import socket, sys
+with socket.create_server((sys.argv[1], int(sys.argv[2])), backlog=1024) as listener:
+    print("listens", flush=True)
+    while True:
+        with listener.accept()[0] as link:
+            link.sendall(bytes.fromhex(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("forged", ["it can reach its store", "it has founded another one"])
+def test_a_stranger_who_answers_in_the_place_of_a_lost_agent_is_not_believed(
+    spawn: Spawner, tmp_path: Path, forged: str
+) -> None:
+    """It has taken the address: it says that nobody has to found a store, or has them go over to its own."""
+    with job(spawn, tmp_path, "abc") as (running, made):
+        address, lost = made.address("a"), running.nodes["a"]
+        store = EtcdStore(f"{address}:29400", timeout_s=10.0)
+        try:
+            entry = store.get(f"{job_prefix('job')}nodes/a")
+            assert entry is not None
+            seat = from_json(NodeDoc, entry.value).liveness_address
+        finally:
+            store.close()
+        standing = Standing("a", store=f"{address}:29400", generation=1)
+        if forged == "it has founded another one":
+            standing = replace(standing, epoch=7, newest=7, store=f"{address}:29666", founder="a", generation=7_000_000)
+        made.plug("a", into=False)
+        kill_node(lost)
+        command = ["ip", "netns", "exec", running.spaces["a"], sys.executable, "-c", STRANGER]
+        command += [*seat.rsplit(":", 1), to_json(standing).hex()]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+            try:
+                assert stranger.stdout is not None
+                assert stranger.stdout.readline() == "listens\n"
+                made.plug("a", into=True)
+                running.go_on("a")
+            finally:
+                stranger.kill()
+        for node in running.others("a"):
+            assert "29666" not in node.agent.text()
+        told = f"what answers at {seat}, the address of node a's agent, does not prove that it is of this job"
+        assert any(told in node.agent.text() for node in running.others("a"))
+        running.end("a")
 
 
 @pytest.mark.parametrize("lost", ["a", "c"])

@@ -24,10 +24,9 @@ from elaunch.agent.decisions.lifecycle import Lifecycle
 from elaunch.agent.decisions.slots import SlotState
 from elaunch.agent.supervisor import Supervisor
 from elaunch.detect.heartbeat import FILE_BYTES
-from elaunch.rendezvous.codec import from_json
+from elaunch.rendezvous.cluster.inquiry import new_challenge, question_line, read_answer
 from elaunch.rendezvous.membership import Generation, GenerationStage
 from elaunch.rendezvous.memory import MemoryStore
-from elaunch.rendezvous.rules.founding import Standing
 from elaunch.wire import (
     Attach,
     Evict,
@@ -450,7 +449,7 @@ class NoMore:
 def test_without_descriptors_the_agent_pauses_and_then_accepts(
     node: Node, which: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    accepting = node.control._accepting if which == "control" else node.agent._liveness
+    accepting = node.control._accepting if which == "control" else node.agent._liveness._accepting
     listening = NoMore(accepting._socket)
     accepting._socket = cast(socket.socket, listening)
     link = socket.socket(socket.AF_UNIX if which == "control" else socket.AF_INET)
@@ -469,8 +468,12 @@ def test_without_descriptors_the_agent_pauses_and_then_accepts(
     if which == "control":
         assert node.send(link, Attach(WORKER, 1))
     else:
+        node.agent._participant._session.token = "token"
+        address, challenge = f"127.0.0.1:{link.getpeername()[1]}", new_challenge()
+        link.sendall(question_line("token", address, challenge))
+        node.turn()
         told = b"".join(iter(lambda: link.recv(4096), b""))  # nobody is kept there
-        assert from_json(Standing, told).node == "a"
+        assert read_answer(told, "token", address, challenge).node == "a"
     link.close()
 
 

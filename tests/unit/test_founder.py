@@ -25,13 +25,19 @@ class Place:
         self.heard: list[Standing] = []
         self.answers = Answers()
         self.moved: list[str] = []
+        self.warned: list[str] = []
         generation = SimpleNamespace(number=3, seats=SEATS, former_seats=())
         replica: Any = SimpleNamespace(
             view=SimpleNamespace(generation=generation, result=None), founding=None, begin_store=lambda: None
         )
         doc: Any = SimpleNamespace()
         session: Any = SimpleNamespace(
-            lease=SimpleNamespace(renewed_s=0.0), told=None, is_open=False, joined=True, move=lambda: None
+            lease=SimpleNamespace(renewed_s=0.0),
+            told=None,
+            is_open=False,
+            joined=True,
+            token="token",
+            move=lambda: None,
         )
         mail: Any = SimpleNamespace(doc=doc)
         settings = FoundingSettings(
@@ -42,14 +48,14 @@ class Place:
             leave=lambda: None,
             leave_word=lambda key: None,
         )
-        reporter: Any = SimpleNamespace(warn=lambda text: None)
+        reporter: Any = SimpleNamespace(warn=self.warned.append)
         clock = lambda: self.now_s  # noqa: E731
         self.founder = Founder(session, replica, mail, settings, "b", LEASE_S, reporter, clock)
         monkeypatch.setattr("elaunch.rendezvous.node.founder.has_say", lambda told, generation: True)
         monkeypatch.setattr(Rounds, "ask", self._ask)
-        monkeypatch.setattr("elaunch.rendezvous.node.founder.ask", lambda seats, servers=(): Answers())
+        monkeypatch.setattr("elaunch.rendezvous.node.founder.ask", lambda seats, token, servers=(): self.answers)
 
-    def _ask(self, seats: object, servers: object) -> Answers:
+    def _ask(self, seats: object, token: object, servers: object) -> Answers:
         self.heard.append(self.founder.standing)
         return self.answers
 
@@ -72,6 +78,19 @@ def test_both_nodes_that_lost_the_store_at_once_need_one_round_once_their_leases
     place.now_s = LEASE_S + 0.01
     assert place.founder.seek() is None
     assert place.moved == ["10.0.0.2:29400"]
+
+
+def test_the_user_is_told_once_of_a_stranger_that_answers_in_the_place_of_an_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Place(monkeypatch)
+    place.answers.strangers["c"] = "10.0.0.3:1"
+    for _ in range(3):
+        assert place.founder.seek() is None
+        place.founder.look_for_better({"c": "10.0.0.3:1"})
+    (line,) = place.warned
+    assert line.startswith("what answers at 10.0.0.3:1, the address of node c's agent, does not prove that it is of")
+    assert place.moved == [], "it counts for nothing"
 
 
 def test_it_asks_again_soon_and_sooner_while_its_own_server_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elaunch import threads
-from elaunch.accepting import Accepting
+from elaunch.accepting import Accepting, most_strangers
 from elaunch.errors import GenerationChanged, ProtocolError
 from elaunch.rendezvous.membership import split_address
 from elaunch.workers import fatal
@@ -35,9 +35,6 @@ from elaunch.workers.comm.secure.sockets import SecureSocket
 
 ANSWER_TIMEOUT_S = 10.0
 """How long a stranger may take for its lines before the connection is dropped, and a machine to let one be made."""
-
-MAX_STRANGERS = 256
-"""So many accepted connections may be without a valid token at a time; no more than an eighth of the descriptors."""
 
 REDIAL_S = 0.02
 """A dial that a busy peer dropped is repeated after this time; a dead peer refuses it then."""
@@ -84,11 +81,6 @@ class _Handshake:
     @property
     def dialled(self) -> bool:
         return self.order is not None
-
-
-def most_strangers(open_files: int) -> int:
-    """Returns how many connections may be without a valid token, where a process may have so many open files."""
-    return MAX_STRANGERS if open_files == resource.RLIM_INFINITY else max(8, min(MAX_STRANGERS, open_files // 8))
 
 
 def _end_worker(error: BaseException) -> None:
