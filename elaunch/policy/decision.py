@@ -7,13 +7,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from elaunch.errors import ProtocolError
 from elaunch.plan.tiling import Plan
 from elaunch.policy.dvfs import Clocking
+from elaunch.policy.measuring.profile_fields import Expected, are_texts, checked, is_number, is_whole
 from elaunch.policy.select import Choice
 from elaunch.rendezvous.membership import slot_of
 
 FIRST_GUESS_S = 3600.0
 """Seconds to the next change, before there was any."""
+
+
+def _are_factors(value: Any) -> bool:
+    return isinstance(value, dict) and all(is_number(factor) and factor > 0 for factor in value.values())
+
+
+_HISTORY = {
+    "since_t": Expected("a time", is_number),
+    "changes": Expected("a whole number of 0 or more", lambda value: is_whole(value) and value >= 0),
+    "last_lost": Expected("names of workers", are_texts),
+    "factors": Expected("numbers above 0, by slot", _are_factors),
+    "replaced": Expected("slots", are_texts),
+}
 
 
 @dataclass(frozen=True)
@@ -62,9 +77,16 @@ class Decision:
 
     @classmethod
     def from_bytes(cls, text: bytes) -> Decision:
-        """Reverses `to_bytes`."""
-        fields = json.loads(text)
-        return cls(Plan.parse(fields["event"]["plan"]), Plan.parse(fields["preferred_plan"]), fields["event"])
+        """Reverses `to_bytes`.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        try:
+            fields = json.loads(text)
+            return cls(Plan.parse(fields["event"]["plan"]), Plan.parse(fields["preferred_plan"]), fields["event"])
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise ProtocolError(f"expected the decision of a plan, found {text[:80]!r} ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -87,11 +109,15 @@ class History:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any] | None) -> History | None:
-        """Reads the fields from JSON values."""
+        """Reads the fields from JSON values.
+
+        Raises:
+            ProtocolError: they are none of a history.
+        """
         if fields is None:
             return None
-        since_t, changes, last_lost = fields["since_t"], fields["changes"], tuple(fields["last_lost"])
-        return cls(since_t, changes, last_lost, fields["factors"], tuple(fields["replaced"]))
+        found = checked(fields, _HISTORY, "the changes of the job")
+        return cls(**{**found, "last_lost": tuple(found["last_lost"]), "replaced": tuple(found["replaced"])})
 
     def after(self, before: Sequence[str], members: Sequence[str]) -> History:
         """Returns the history with one more change, from some members to others."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
+from elaunch.errors import ClockError, ProtocolError
 from elaunch.policy.dvfs import ClockRange
+from elaunch.policy.measuring.profile_fields import is_number, is_whole
 
 SAME = 0.05
 """Figures that differ by less are the same: they are not told again, and count as stable."""
@@ -119,20 +122,24 @@ class Sample:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Sample:
-        """Reverses `to_json`, up to rounding."""
-        return cls(
-            {
-                (layer, rows, width): (forward_s, backward_s, wait_s)
-                for layer, rows, width, forward_s, backward_s, wait_s in fields["turns"]
-            },
-            {int(layer): n for layer, n in fields["kept"].items()},
-            fields["update"],
-            {slot: (rate, latency_s) for slot, (rate, latency_s) in fields["links"].items()},
-            fields["memory"],
-            None if fields["clocks"] is None else _clock_range(*fields["clocks"]),
-            {int(layer): (part, n) for layer, (part, n) in fields["weights"].items()},
-            None if fields["overheads"] is None else Overheads(*fields["overheads"]),
-        )
+        """Reverses `to_json`, up to rounding.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        try:
+            return cls(
+                dict(_turn(*turn) for turn in fields["turns"]),
+                {int(layer): _number(n) for layer, n in fields["kept"].items()},
+                _number(fields["update"]),
+                {slot: (_number(rate), _number(latency_s)) for slot, (rate, latency_s) in fields["links"].items()},
+                None if fields["memory"] is None else _whole(fields["memory"]),
+                None if fields["clocks"] is None else _clock_range(*fields["clocks"]),
+                {int(layer): (_number(part), _number(n)) for layer, (part, n) in fields["weights"].items()},
+                None if fields["overheads"] is None else _overheads(*fields["overheads"]),
+            )
+        except (ValueError, TypeError, LookupError, AttributeError, ClockError) as error:
+            raise ProtocolError(f"expected the figures of a worker, found {reprlib.repr(fields)} ({error})") from error
 
     def differs(self, other: Sample | None) -> bool:
         """Returns whether any figure differs."""
@@ -152,7 +159,31 @@ class Sample:
 
 
 def _clock_range(base_mhz: int, supported_mhz: Sequence[int], measured_mhz: int) -> ClockRange:
-    return ClockRange(base_mhz, tuple(supported_mhz), measured_mhz)
+    return ClockRange(_whole(base_mhz), tuple(map(_whole, supported_mhz)), _whole(measured_mhz))
+
+
+def _turn(
+    layer: int, rows: int, width: int, forward_s: float, backward_s: float, wait_s: float
+) -> tuple[Point, tuple[float, float, float]]:
+    point = _whole(layer), _whole(rows), _whole(width)
+    return point, (_number(forward_s), _number(backward_s), _number(wait_s))
+
+
+def _overheads(action_s: float, send_s: float, load_s_per_row: float, end_s: float | None) -> Overheads:
+    end_s = None if end_s is None else _number(end_s)
+    return Overheads(_number(action_s), _number(send_s), _number(load_s_per_row), end_s)
+
+
+def _whole(value: Any) -> int:
+    if not is_whole(value):
+        raise TypeError(f"expected a whole number, found {reprlib.repr(value)}")
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if not is_number(value):
+        raise TypeError(f"expected a number, found {reprlib.repr(value)}")
+    return value  # type: ignore[no-any-return]  # whole ones stay whole
 
 
 def moved(now: float, before: float) -> bool:

@@ -77,7 +77,7 @@ class SelectorSettings:
             dp, pp = fields["degrees"]["dp"], fields["degrees"]["pp"]
             degrees = Degrees(dp if dp is None else tuple(dp), tuple(pp))
             return cls(**fields | {"degrees": degrees, "widths": tuple(fields["widths"])})
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ProtocolError(f"expected settings of the choice, found {text[:80]!r} ({error})") from error
 
 
@@ -215,7 +215,7 @@ class Choice:
             if chosen.plan is None:
                 raise ValueError(f"{chosen.policy} was chosen and has no plan")
             return cls(chosen, Plan.parse(fields["preferred_plan"]), candidates, fields["reason"])
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ProtocolError(f"expected a choice of a plan, found {text[:80]!r} ({error})") from error
 
 

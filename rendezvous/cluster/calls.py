@@ -123,7 +123,7 @@ class Call:
         if code == "0":
             self.end(None)
             return
-        status = _STATUS[int(code)] if code.isdecimal() and int(code) < len(_STATUS) else "UNKNOWN"
+        status = _STATUS[int(code)] if code.isdecimal() and len(code) < 3 and int(code) < len(_STATUS) else "UNKNOWN"
         http = self._headers.get(":status", "")
         text = unquote(self._headers.get("grpc-message", "")) or f"it answers with HTTP status {http or 'none'}"
         self.end(RpcError(status, text))

@@ -75,6 +75,27 @@ def test_hostile_input_gives_a_value_or_the_documented_error(parser: Parser) -> 
     assert not found, "\n".join(found[:5])
 
 
+FOUND = {
+    "headers of etcd": b"grpc-status " + b"9" * 5000,
+    "name of a scheduled agent": b"run-17." + b"9" * 5000 + b".3",
+    "a choice": b'{"reason":' + b"[" * 4000,
+    "settings of the choice": b'{"degrees":' + b"[" * 4000,
+    "the decision": b'{"event":' + b"[" * 4000,
+    "notes of a member": b"\x05\0",
+    "what a member has measured": b'{"turns": [[0, 1, 1, "1", 0, 0]]}',
+    "why members leave": b'{"workers": "a/0#0", "replace": true}',
+    "changes of a job": b'{"since_t": []}',
+}
+"""What once raised something else, and is too long or too rare for the inputs that are kept or tried each time."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_once_gives_a_value_or_the_documented_error(name: str) -> None:
+    (parser,) = (one for one in PARSERS if one.name == name)
+    with contextlib.suppress(*raised(parser)):
+        parser.read(FOUND[name])
+
+
 HELLO = link_wire.hello_line("secret", link_wire.Hello("x/9#9", "link"))
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elaunch.errors import ProtocolError
+
 _LENGTH = struct.Struct("<I")
 
 
@@ -25,15 +27,22 @@ class Notes:
     packed: Mapping[int, bytes] = field(default_factory=dict)
 
     def of_frameworks(self, size: int) -> list[bytes]:
-        """Returns what the framework of each of `size` members noted, by rank; empty where it noted nothing."""
+        """Returns what the framework of each of `size` members noted, by rank; empty where it noted nothing.
+
+        Raises:
+            ProtocolError: the note of a member is damaged.
+        """
         return [_unpacked(self.packed.get(rank, b""))[1] for rank in range(size)]
 
     def of_selectors(self, members: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Returns what the selector of each member told, by the member's name; empty where it told nothing."""
+        """Returns what the selector of each member told, by the member's name; empty where it told nothing.
+
+        Raises:
+            ProtocolError: the note of a member is damaged.
+        """
         if not self.packed:
             return {member: {} for member in members}
-        texts = (_unpacked(self.packed.get(rank, b""))[0] for rank in range(len(members)))
-        return {member: json.loads(text or b"{}") for member, text in zip(members, texts, strict=True)}
+        return {member: _told(self.packed.get(rank, b"")) for rank, member in enumerate(members)}
 
 
 def pack(told: Mapping[str, Any], note: bytes) -> bytes:
@@ -49,9 +58,21 @@ def pack(told: Mapping[str, Any], note: bytes) -> bytes:
     return _LENGTH.pack(len(text)) + text + note
 
 
+def _told(packed: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(_unpacked(packed)[0] or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the note of a member is damaged: {packed[:80]!r} ({error})") from error
+    if not isinstance(found, dict):
+        raise ProtocolError(f"the note of a member is damaged: {packed[:80]!r}")
+    return found
+
+
 def _unpacked(packed: bytes) -> tuple[bytes, bytes]:
     """Returns both parts of a note; they are empty where there is none."""
     if not packed:
         return b"", b""
-    end = _LENGTH.size + _LENGTH.unpack_from(packed)[0]
+    end = _LENGTH.size + _LENGTH.unpack_from(packed)[0] if len(packed) >= _LENGTH.size else len(packed) + 1
+    if end > len(packed):
+        raise ProtocolError(f"the note of a member is cut off: {packed[:80]!r}")
     return packed[_LENGTH.size : end], packed[end:]

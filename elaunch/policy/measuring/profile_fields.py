@@ -41,28 +41,31 @@ class Expected:
     optional: bool = False
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Returns whether a JSON value is a whole number of at most 63 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
 
 
-def _is_number(value: Any) -> bool:
-    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+def is_number(value: Any) -> bool:
+    """Returns whether a JSON value is a finite number, of at most 63 bits where it is whole."""
+    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
-_SECONDS = Expected("a number of 0 or more", lambda value: _is_number(value) and value >= 0)
+def are_texts(value: Any) -> bool:
+    """Returns whether a value is a list of texts."""
+    return isinstance(value, list | tuple) and all(isinstance(text, str) for text in value)
+
+
+_SECONDS = Expected("a number of 0 or more", lambda value: is_number(value) and value >= 0)
 _FIXED_SECONDS = dataclasses.replace(_SECONDS, optional=True)
-_BYTES = Expected("a whole number of 0 or more", lambda value: _is_whole(value) and value >= 0)
-_LAYERS = Expected("a number of layers, 1 to 100000", lambda value: _is_whole(value) and 1 <= value <= 100_000, True)
-_COUNT = Expected("a whole number of 1 or more", lambda value: _is_whole(value) and value >= 1)
-_SPEED = Expected("a number above 0", lambda value: _is_number(value) and value > 0)
+_BYTES = Expected("a whole number of 0 or more", lambda value: is_whole(value) and value >= 0)
+_LAYERS = Expected("a number of layers, 1 to 100000", lambda value: is_whole(value) and 1 <= value <= 100_000, True)
+_COUNT = Expected("a whole number of 1 or more", lambda value: is_whole(value) and value >= 1)
+_SPEED = Expected("a number above 0", lambda value: is_number(value) and value > 0)
 _MEMORY = Expected("a whole number of 1 or more", _COUNT.fits, optional=True)
-_PART = Expected("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1, True)
+_PART = Expected("a number from 0 to 1", lambda value: is_number(value) and 0 <= value <= 1, True)
 _TEXT = Expected("a text", lambda value: isinstance(value, str))
-_TEXTS = Expected(
-    "a list of texts",
-    lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value),
-    optional=True,
-)
+_TEXTS = Expected("a list of texts", are_texts, optional=True)
 DOCUMENT = {
     "version": Expected(f"{VERSION}, or the profile has to be written again", lambda value: value == VERSION),
     "name": _TEXT,
@@ -73,7 +76,7 @@ DOCUMENT = {
     "notes": _TEXTS,
     "width": dataclasses.replace(_COUNT, optional=True),
     "memory_bytes": _MEMORY,
-    "overlap": Expected("a number of 1 or more", lambda value: _is_number(value) and value >= 1, optional=True),
+    "overlap": Expected("a number of 1 or more", lambda value: is_number(value) and value >= 1, optional=True),
     "memory_bound": _PART,
     "step_s": _FIXED_SECONDS,
     "action_s": _FIXED_SECONDS,

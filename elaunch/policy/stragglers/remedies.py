@@ -15,9 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from elaunch.policy.measuring.profile_fields import Expected, are_texts, checked
 from elaunch.policy.settings import SlowPolicy
 from elaunch.policy.stragglers.track import Change
 from elaunch.rendezvous.membership import names_text, node_of, slot_of
+
+_EVICTION = {
+    "workers": Expected("names", are_texts),
+    "replace": Expected("true or false", lambda value: isinstance(value, bool)),
+    "why": Expected("a text", lambda value: isinstance(value, str)),
+}
 
 
 @dataclass(frozen=True)
@@ -40,8 +47,13 @@ class Eviction:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Eviction:
-        """Reads the fields from JSON values."""
-        return cls(tuple(fields["workers"]), fields["replace"], fields["why"])
+        """Reads the fields from JSON values.
+
+        Raises:
+            ProtocolError: they are none of a request.
+        """
+        found = checked(fields, _EVICTION, "the request that members leave")
+        return cls(tuple(found["workers"]), found["replace"], found["why"])
 
 
 class Remedies:

@@ -19,6 +19,7 @@ from elaunch.scheduler.model import Allocation, Growth, Placement, merged
 
 PREFIX = "/elaunch-schedule/"
 NAME = re.compile(r"[A-Za-z0-9_-]{1,60}")
+_AGENT_NAME = re.compile(rf"({NAME.pattern})\.([0-9]{{1,18}})\.([0-9]{{1,18}})")
 OWN_FLAGS = (
     *("--nnodes", "--nproc-per-node", "--node-name", "--standalone"),
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
@@ -303,10 +304,8 @@ def agent_name(job: str, attempt: int, number: int) -> str:
 
 def read_agent_name(name: str) -> tuple[str, int, int] | None:
     """Returns job, attempt and number of an agent; None: it is no such name."""
-    parts = name.split(".")
-    if len(parts) != 3 or not NAME.fullmatch(parts[0]) or not (parts[1].isdecimal() and parts[2].isdecimal()):
-        return None
-    return parts[0], int(parts[1]), int(parts[2])
+    found = _AGENT_NAME.fullmatch(name)
+    return (found[1], int(found[2]), int(found[3])) if found else None
 
 
 def by_name(placements: Iterable[PlacementDoc]) -> dict[str, PlacementDoc]:
