@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from elaunch.hooks import Generation, Verdict, Vote
 from elaunch.workers.comm.c10d.native import NativeWorks
 from elaunch.workers.comm.c10d.works import NativeWork
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.native.gloo import GlooBulk
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.data_parallel.reducer import NativeSums
@@ -274,3 +277,73 @@ def test_a_device_that_is_told_to_wait_shows_that_in_the_heartbeat(monkeypatch: 
         sums.add(torch.ones(1, device="meta"))
         sums.join(lambda: None)
         assert shown[3:] == [("g", "h")]
+
+
+class Runtime:
+    """CUDA's, as far as recording graphs goes: while one is recorded, only a thread that stands aside may look."""
+
+    def __init__(self) -> None:
+        self.aside: set[int] = set()
+        self.calls = 0
+
+    def set_mode(self, mode: Any) -> int:
+        assert mode._obj.value == 2, "relaxed"
+        self.calls += 1
+        self.aside.add(threading.get_ident())
+        return 0
+
+    def query(self) -> bool:
+        assert threading.get_ident() in self.aside, "the recording is spoiled"
+        return True
+
+
+def test_another_thread_that_looks_at_a_device_does_not_spoil_a_graph_that_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, shown = Runtime(), list[Any]()
+    monkeypatch.setattr("elaunch.workers.comm.native.ended.here", lambda device: runtime)
+    monkeypatch.setattr("elaunch.workers.heartbeat.is_shown", lambda: True)
+    monkeypatch.setattr("elaunch.workers.heartbeat.on_device", lambda *marks: shown.extend(marks))
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("elaunch.workers.comm.native.ended._capture_mode_setter", lambda: runtime.set_mode)
+    with ended.shown(torch.device("cuda")):
+        pass
+    found: list[bool] = []
+    looking = threading.Thread(target=lambda: found.extend(mark.query() for mark in shown * 2))
+    looking.start()
+    looking.join()
+    assert found == [True] * 4
+    assert runtime.calls == 1, "a thread says it once"
+
+
+@pytest.mark.parametrize(("records", "has_setter"), [(True, True), (False, False)])
+def test_nobody_is_to_look_at_what_a_graph_records_or_where_that_would_spoil_one(
+    records: bool, has_setter: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elaunch.workers.heartbeat.is_shown", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: records)
+    monkeypatch.setattr(
+        "elaunch.workers.comm.native.ended._capture_mode_setter", lambda: Runtime().set_mode if has_setter else None
+    )
+    with ended.shown(torch.device("cuda")):  # this torch has no event for such a device
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_graph_is_recorded_while_another_thread_looks_at_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, shown = torch.device("cuda", torch.cuda.current_device()), list[Any]()
+    monkeypatch.setattr("elaunch.workers.heartbeat.is_shown", lambda: True)
+    monkeypatch.setattr("elaunch.workers.heartbeat.on_device", lambda *marks: shown.extend(marks))
+    with ended.shown(device):
+        torch.ones(8, device=device).sum()
+    torch.cuda.synchronize()
+    x, graph, found = torch.ones(8, device=device), torch.cuda.CUDAGraph(), list[bool]()
+    with torch.cuda.graph(graph):
+        y = x * 2
+        looking = threading.Thread(target=lambda: found.extend(mark.query() for mark in shown))
+        looking.start()
+        looking.join()
+    assert found == [True, True]
+    graph.replay()
+    assert y.sum().item() == 16

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,13 +45,48 @@ def shown(device: torch.device) -> Iterator[None]:
 
     The marks are new ones: another thread looks at them.
     """
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if device.type == "cpu" or capturing or not heartbeat.is_shown():
+    if device.type == "cpu" or not heartbeat.is_shown():
+        yield
+        return
+    of_cuda = device.type == "cuda"
+    if of_cuda and (torch.cuda.is_current_stream_capturing() or _capture_mode_setter() is None):
         yield
         return
     before = here(device)
     yield
-    heartbeat.on_device(before, here(device))
+    after = here(device)
+    heartbeat.on_device(*(_OtherThreadsMark(before), _OtherThreadsMark(after)) if of_cuda else (before, after))
+
+
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed, driver_types.h
+_of_thread = threading.local()
+
+
+@functools.cache
+def _capture_mode_setter() -> Any:
+    """CUDA's `cudaThreadExchangeStreamCaptureMode`; None: it cannot be found, or this torch is not one for CUDA."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    try:
+        return ctypes.CDLL(f"libcudart.so.{major}").cudaThreadExchangeStreamCaptureMode if major else None
+    except (OSError, AttributeError):
+        return None
+
+
+class _OtherThreadsMark:
+    """A mark at which threads look that do not train.
+
+    While the training thread records a CUDA graph, another thread that asks for an event spoils the recording, unless
+    that thread has said that it does not take part in any (CUDA's `cudaStreamCaptureModeRelaxed`).
+    """
+
+    def __init__(self, mark: Mark) -> None:
+        self._mark = mark
+
+    def query(self) -> bool:
+        if not getattr(_of_thread, "is_relaxed", False):
+            _of_thread.is_relaxed = True
+            _capture_mode_setter()(ctypes.byref(ctypes.c_int(_RELAXED)))
+        return self._mark.query()
 
 
 def reach(
