@@ -51,7 +51,7 @@ class FoundingSettings:
         move: has the store opened elsewhere from now on.
         start: starts a server of this node, of a store that has no data yet; returns its address, with which it may
             take a while to serve. Raises `LaunchError`.
-        serves: whether this node hosts a server of its store, which runs or is started again.
+        serves: whether this node hosts a server of its store that votes, and runs or is started again.
         leave: ends that server, since this node goes over to another store.
         leave_word: writes where the store is into any that has come up where the job began; the key is given.
         can_found: whether this node may serve the store.

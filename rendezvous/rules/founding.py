@@ -53,7 +53,7 @@ class Standing:
         founder: who has founded that; empty: nobody had to.
         generation: the newest of which it knows.
         away: whether it cannot reach the store.
-        serves: whether it hosts a server of the store, which runs or is started again.
+        serves: whether it hosts a server of the store that votes, and runs or is started again.
         votes: whether it has a say in what becomes of the job.
         founds: whether it can found a store.
         ended: liveness addresses of agents that it saw ended while its own lease was valid.
@@ -142,7 +142,7 @@ def next_move(own: Standing, generation: Generation, others: Mapping[str, Standi
     using = [one.node for one in same if not one.away]
     if using:
         return Stay(f"{names_text(sorted(using))} can reach it")
-    if 2 * sum(one.serves for one in same) >= loss.servers and any(one.serves for one in same):
+    if 2 * sum(one.serves for one in same) > loss.servers:
         return Stay("the agents that host it are there, and start it again")
     if 2 * loss.listening > loss.servers:
         return Stay("its servers can be reached")

@@ -96,6 +96,16 @@ def test_its_end_wakes_the_loop_and_it_comes_back_with_its_data_at_its_port(keep
     assert len(keeper.said) == 1
 
 
+def test_a_server_counts_for_the_quorum_once_it_votes(keeper: Keeper) -> None:
+    place = ServerPlace("127.0.0.1", 0, lambda folder: None, address="127.0.0.1:1")
+    keeper.hosted = hosted = HostedEtcd(keeper.etcd, keeper.selector, keeper.said.append, keeper.now_s, place)
+    assert hosted.will_serve, "it is the only one"
+    for votes in (False, True):
+        server = EtcdServer("a", place.address, keeper.etcd.endpoint, votes)
+        hosted.on_servers(EtcdServers((server,)), keeper.now_s)
+        assert hosted.will_serve is votes
+
+
 def test_one_that_fails_at_each_start_is_given_up_with_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

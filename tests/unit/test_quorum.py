@@ -210,6 +210,14 @@ class TestNodesThatLostTheStore:
         assert isinstance(moves("abc", stands("c"), lapsed=True, listening=1), Stay)
         assert isinstance(moves("abc", stands("a", serves=True), stands("c"), lapsed=True), Stay)
 
+    def test_one_of_two_servers_is_not_waited_for_if_the_other_one_will_not_come_back(self) -> None:
+        own = stands("b", ended=("a:1",), serves=True)
+        loss = {"servers": 2, "listening": 1, "ended": 1}
+        found = moves("abc", stands("c", ended=("a:1",)), own=own, **loss)
+        assert found == FoundStore(Founding(1, "b", ("a:1",), ("a",)))
+        both = moves("abc", stands("a", serves=True), stands("c"), own=own, servers=2, listening=1, lapsed=True)
+        assert isinstance(both, Stay), "an agent starts the other one again"
+
     def test_the_first_that_knows_the_newest_generation_founds_it(self) -> None:
         waits = moves("abc", stands("c", generation=6), lapsed=True)
         assert waits == Stay("c founds another one")

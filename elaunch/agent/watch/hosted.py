@@ -92,6 +92,12 @@ class ServerPlace:
             self.address = "" if self._is_alone else free_address(self.host)
         return self.address
 
+    def make_server(self, at_any_port: bool = False) -> EmbeddedEtcd:
+        """Returns a server without data, which is not started yet."""
+        folder = make_folder()
+        self.remove_at_the_end(folder)
+        return EmbeddedEtcd(folder, self.host, 0 if at_any_port else self.port, peer=self.address, tls=self.tls)
+
 
 class HostedEtcd:
     """Keeps this node's etcd running, in the loop of the agent.
@@ -149,8 +155,9 @@ class HostedEtcd:
 
     @property
     def will_serve(self) -> bool:
-        """Returns whether this node's server runs or is started again."""
-        return self._etcd is not None and not self._gave_up
+        """Returns whether this node's server runs or is started again, and counts for the quorum."""
+        own = self._servers.find(self.address)
+        return self._etcd is not None and not self._gave_up and (own is None or own.votes)
 
     @property
     def is_ending(self) -> bool:
@@ -185,17 +192,15 @@ class HostedEtcd:
         if place is None or self._gave_up:
             raise LaunchError("this node does not serve the store of its job")
         self.leave(now_s)
-        folder = make_folder()
-        place.remove_at_the_end(folder)
-        etcd = EmbeddedEtcd(folder, place.host, place.port, peer=self.address, tls=place.tls)
+        etcd = place.make_server()
         try:
             etcd.start(has_threads=True)
         except LaunchError:
-            etcd = EmbeddedEtcd(folder, place.host, 0, peer=self.address, tls=place.tls)
+            etcd = place.make_server(at_any_port=True)
             etcd.start(has_threads=True)
         self._etcd, self._began_s, self._start_s, self._ends = etcd, now_s, None, QuickEnds()
         self._watch()
-        self._list(folder, etcd.endpoint)
+        self._list(etcd.folder, etcd.endpoint)
         self._say(
             f"the rendezvous store is lost with those that served it; this node serves another one at {etcd.endpoint}: "
             "other nodes that come from now on, and `elaunch ctl`, find the job there"
@@ -256,9 +261,7 @@ class HostedEtcd:
         return own is not None and (not own.votes or sum(one.votes for one in self._servers.servers) > MOST_NEEDED)
 
     def _join(self, place: ServerPlace, now_s: float) -> None:
-        folder = make_folder()
-        place.remove_at_the_end(folder)
-        etcd = EmbeddedEtcd(folder, place.host, place.port, peer=self.address, tls=place.tls)
+        etcd = place.make_server()
         try:
             etcd.join(one.peer for one in self._servers.servers)
         except LaunchError as error:
