@@ -39,6 +39,7 @@ class Case:
     faults: int = 0
     elastic: bool = True
     spares: int = 0
+    servers: int = 1
 
 
 class World:

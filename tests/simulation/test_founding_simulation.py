@@ -69,7 +69,8 @@ def with_one_fault(seed: int) -> Case:
 def one_loss(world: World) -> None:
     """One node is lost: its agent is killed, its machine is lost, or it is cut off, for a while or for ever."""
     assert isinstance(world, FoundingWorld)
-    host, *others = [world.stores[-1].host, *(node for node in world.agents() if node is not world.stores[-1].host)]
+    first = world.host_of(world.stores[-1])
+    host, *others = [first, *(node for node in world.agents() if node is not first)]
     node = world.rng.choice([host, host, *others])
     kind = world.rng.choice(["agent", "machine", "cut"])
     if kind == "agent":
