@@ -5,10 +5,12 @@ Nothing is timed. The figures are those of "Size" in docs/architecture.md.
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import pytest
@@ -21,11 +23,13 @@ from elaunch.rendezvous.view import MembershipSettings
 from elaunch.workers.barrier import StepRecord
 from elaunch.workers.comm.group import Group, neighbours
 from elaunch.workers.comm.transport import Transport
+from elaunch.workers.hooks import Vote
 from tests.helpers import wait_until
 from tests.unit.documents import changed_report
 
 WORKERS, NODES = 4096, 64
 LIMIT_S = 60.0
+LEASE_S = 10 * LIMIT_S
 
 
 class Counted(MemoryStore):
@@ -76,15 +80,15 @@ class Node:
         told: what else it was told since it joined.
     """
 
-    def __init__(self, store: MemoryStore, number: int) -> None:
+    def __init__(self, store: MemoryStore, number: int, clock: Callable[[], float]) -> None:
         self.name = f"node{number:04d}"
         self.store = cast(Counted, store.session())
         self.generations: list[Generation] = []
         self.told: list[tuple[str, object]] = []
         self.doc = NodeDoc(self.name, "10.0.0.1", WORKERS // NODES)
-        rules = MembershipSettings(NODES // 2, NODES, last_call_s=LIMIT_S, lease_s=10 * LIMIT_S)
+        rules = MembershipSettings(NODES // 2, NODES, last_call_s=LIMIT_S, lease_s=LEASE_S)
         config = JobConfig(NODES // 2, NODES, None)
-        self.participant = Participant(lambda: self.store, "job", config, rules, self.doc, cast(Any, self))
+        self.participant = Participant(lambda: self.store, "job", config, rules, self.doc, cast(Any, self), clock=clock)
 
     def announced(self, generation: Generation) -> None:
         self.generations.append(generation)
@@ -121,11 +125,20 @@ class Job:
 
     def __init__(self) -> None:
         self.store = Counted()
-        self.nodes = [Node(self.store, number) for number in range(NODES)]
+        self.later_s = 0.0
+        self.nodes = [Node(self.store, number, self.now_s) for number in range(NODES)]
         self.nodes[0].participant.start()
         wait_until(lambda: self.store.get("/elaunch/job/leader"), LIMIT_S, "the first node to lead")
         for node in self.nodes[1:]:
             node.participant.start()
+
+    def now_s(self) -> float:
+        return time.monotonic() + self.later_s
+
+    def let_a_third_of_the_lease_pass(self) -> None:
+        self.later_s += LEASE_S / 3
+        for node in self.nodes:
+            node.participant.await_end("")  # wakes it, and costs nothing
 
     def begin(self) -> None:
         """Has all nodes join and train; keeps what that has cost those that do not lead."""
@@ -208,6 +221,14 @@ class TestTheStore:
         assert max(joined) <= 14, Counter(joined)
         assert {requests["range"] for requests, _ in job.joining} == {1}, "nobody but the leader reads all reports"
         assert {told["nodes"] for _, told in job.joining} == {0}
+        assert {told["edit"] for _, told in job.joining} == {3}, "`start`, `train`, and that it has begun"
+
+    def test_a_job_to_which_nothing_happens_costs_each_node_two_requests_in_each_third_of_its_lease(
+        self, job: Job
+    ) -> None:
+        seen = job.count(job.let_a_third_of_the_lease_pass, job.workers)
+        assert seen.requests == {"keep": NODES, "get": NODES}
+        assert not seen.told
 
     def test_a_death_costs_one_write_of_its_node_one_of_the_leader_and_one_short_event_for_each_node(
         self, job: Job
@@ -233,6 +254,8 @@ class TestTheStore:
         assert seen.requests["put"] == len(leaving)
         assert seen.told["edit"] == generations * NODES
         assert generations <= len(leaving), "at worst each is on its own"
+        assert seen.requests["replace"] == generations
+        assert seen.most_bytes < 1000 * generations + 25 * len(leaving) * WORKERS // NODES
 
 
 class NotYet(Exception):
@@ -284,3 +307,25 @@ def test_a_barrier_of_many_workers_is_few_hops_and_few_bytes_for_each(workers: i
     assert max(by_sender.values()) == 9, "one to its parent, and one to each of eight children"
     assert {len(body) for _, body in wire.sent.values()} == {688}, "as docs/architecture.md has it"
     assert max(len(neighbours(members, members[number])) for number in (0, 1, workers - 1)) <= 11
+
+
+@pytest.mark.parametrize("workers", [64, 585])
+def test_the_votes_of_a_recovery_are_as_many_bytes_for_each_worker_as_there_are_workers_times_a_vote(
+    workers: int,
+) -> None:
+    wire, members = Wire(), tuple(f"w{number}" for number in range(workers))
+    groups = [Group(cast(Transport, Carrier(wire, worker)), 1, members) for worker in members]
+    vote = asdict(Vote(step=123456, entered=True, holds=True))
+    for group in reversed(groups[1:]):
+        with pytest.raises(NotYet):
+            group.all_gather_json(vote)
+    assert all(group.all_gather_json(vote) == [vote | {"unsettled": []}] * workers for group in groups)
+    vote_bytes = len(json.dumps(vote))
+    assert 140 <= vote_bytes <= 160, "as docs/architecture.md has it"
+    down = {len(body) for (_, _, part), (_, body) in wire.sent.items() if part == 1}
+    assert len(down) == 1
+    assert vote_bytes * workers <= max(down) <= (vote_bytes + 10) * workers
+    sent = Counter[str]()
+    for (sender, _, part), (_, body) in wire.sent.items():
+        sent[sender] += len(body) if part == 1 else 0
+    assert max(sent.values()) == 8 * max(down), "one within the tree sends all to each of eight"
