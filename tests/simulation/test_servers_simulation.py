@@ -74,9 +74,11 @@ def majority_lives(world: FoundingWorld) -> bool:
     """Whether the agents that live, and have a say, are so many that the job must go on."""
     agents = {node.address: node for node in world.agents() if not node.ended and node.used is not None}
     known = [node.view.generation for node in agents.values() if node.view.generation is not None]
-    if not known or any(node.view.result for node in agents.values()):
+    if not known or any(store.result is not None for store in world.stores):
         return False
     newest = max(known, key=lambda one: one.number)
+    if not newest.seats:  # all have left
+        return False
     have_say = {address for address, node in agents.items() if node.standing(away=False).votes}
     return all(
         is_majority({node for node, address in seats if address in have_say}, seats)
