@@ -112,12 +112,14 @@ class Loss:
         listening: at the addresses of how many somebody listens.
         ended: at how many nobody does, on a machine whose agent has ended.
         lapsed: whether this node's lease has run out by its own clock.
+        learners: how many more there are that did not vote when this node heard of them last.
     """
 
     servers: int
     listening: int
     ended: int
     lapsed: bool
+    learners: int = 0
 
     @property
     def is_certain(self) -> bool:
@@ -142,9 +144,11 @@ def next_move(own: Standing, generation: Generation, others: Mapping[str, Standi
     using = [one.node for one in same if not one.away]
     if using:
         return Stay(f"{names_text(sorted(using))} can reach it")
-    if 2 * sum(one.serves for one in same) > loss.servers:
+    # A learner may have been given a vote that nobody has heard of. Without its host the others have no quorum then.
+    most = loss.servers + loss.learners
+    if 2 * sum(one.serves for one in same) > most:
         return Stay("the agents that host it are there, and start it again")
-    if 2 * loss.listening > loss.servers:
+    if 2 * loss.listening > most:
         return Stay("its servers can be reached")
     if not (loss.is_certain or loss.lapsed):
         return Stay("its machine does not answer")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from elaunch.errors import StoreUnavailable
+from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.cluster.standings import ANSWER_S, Answers, Rounds
 from elaunch.rendezvous.node.founder import ROUND_S, SERVER_S, Founder, FoundingSettings
 from elaunch.rendezvous.participant import Participant
@@ -28,7 +29,10 @@ class Place:
         self.warned: list[str] = []
         generation = SimpleNamespace(number=3, seats=SEATS, former_seats=())
         replica: Any = SimpleNamespace(
-            view=SimpleNamespace(generation=generation, result=None), founding=None, begin_store=lambda: None
+            view=SimpleNamespace(generation=generation, result=None),
+            founding=None,
+            servers=EtcdServers(),
+            begin_store=lambda: None,
         )
         doc: Any = SimpleNamespace()
         session: Any = SimpleNamespace(

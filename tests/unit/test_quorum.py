@@ -218,6 +218,18 @@ class TestNodesThatLostTheStore:
         both = moves("abc", stands("a", serves=True), stands("c"), own=own, servers=2, listening=1, lapsed=True)
         assert isinstance(both, Stay), "an agent starts the other one again"
 
+    def test_a_server_that_may_wait_for_a_learner_that_has_ended_is_not_waited_for_for_ever(self) -> None:
+        """It was given a vote, and ended before anybody heard of that."""
+        loss: dict[str, Any] = {"servers": 1, "listening": 1, "learners": 1}
+        assert isinstance(moves("abc", stands("c"), **loss), Stay), "it may serve again soon"
+        assert moves("abc", stands("c"), lapsed=True, **loss) == FoundStore(Founding(1, "b", (), ("a",)))
+        serves = stands("c", serves=True)
+        assert isinstance(moves("abc", serves, **loss), Stay)
+        assert moves("abc", serves, lapsed=True, **loss) == FoundStore(Founding(1, "b", (), ("a",)))
+        assert isinstance(moves("abc", stands("c", away=False), lapsed=True, **loss), Stay)
+        both: dict[str, Any] = {"servers": 2, "listening": 2, "learners": 1}
+        assert isinstance(moves("abc", stands("c"), lapsed=True, **both), Stay), "they are enough even so"
+
     def test_the_first_that_knows_the_newest_generation_founds_it(self) -> None:
         waits = moves("abc", stands("c", generation=6), lapsed=True)
         assert waits == Stay("c founds another one")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import selectors
 import socket
 import threading
@@ -35,7 +34,7 @@ from elaunch.rendezvous.rules.founding import Standing
 from tests.helpers import find_free_port, wait_until
 from tests.hostile import KINDS, PIECES, mutated
 
-TOKEN = secrets.token_hex(16)
+TOKEN = "7bf57aa6b2e4576295e99a9c3fb1c6e2"
 B = Standing("b", epoch=1, newest=2, store="10.0.0.2:1", founder="b", generation=7, away=True, ended=("a:1",))
 FORGED = replace(B, epoch=9, newest=9, store="10.0.0.66:1", away=False)
 PATIENCE_S = 20.0
