@@ -31,6 +31,7 @@ _NAMES = {
     "result",
     "servers",
     "founding",
+    "absent",
     "moved",
     "profile",
     "status",

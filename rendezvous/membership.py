@@ -20,6 +20,7 @@ Each is a frozen value; `codec` gives it a JSON form that carries a version. Key
     result                    written once, when the job is over    Result
     servers                   written by the leader                 cluster.servers.EtcdServers
     founding                  written by who founds the store       rules.founding.Founding
+    absent                    leased; written by the leader         rules.founding.Absent
     moved                     written by the leader of another one  text: where the job's store is now
     left/<node>               leased; written by its own node       liveness address of an agent that has ended
 
@@ -453,10 +454,9 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """Somebody asks the members of one generation, `generation`, to go on by another plan.
+    """Somebody asks the members of one generation, `generation`, at Unix time `t` to go on by another plan.
 
-    `plan` is its text, in which the workers are these members; so it counts for no other generation. `t` is the Unix
-    time at which it was asked for.
+    `plan` is its text, in which the workers are these members; so it counts for no other generation.
     """
 
     id: str

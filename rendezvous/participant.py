@@ -86,7 +86,7 @@ class Participant:
             *(f"requests/{what}/{doc.node}" for what in ("drain", "deadlock")),
             *(("servers",) if cluster is not None else ()),
             *(("spares",) if settings.spares else ()),
-            *(("founding", "moved", "left/") if founding is not None else ()),
+            *(("founding", "absent", "moved", "left/") if founding is not None else ()),
         )
         self._session = Session(open_store, entrant, self._mail, self._replica, reporter, clock, followed)
         self._ends = WorkerEnds(self._session, listener, clock)

@@ -77,7 +77,7 @@ from elaunch.rendezvous.membership import (
     split_address,
 )
 from elaunch.rendezvous.rules.edit import GenerationEdit, edit_between
-from elaunch.rendezvous.rules.founding import Founding, Standing
+from elaunch.rendezvous.rules.founding import Absent, Founding, Standing
 from elaunch.rendezvous.rules.spares import HeldSpares
 from elaunch.rendezvous.status import LastRecovery, TrainingStatus, speeds_of
 from elaunch.rendezvous.torchrun import read_document
@@ -513,6 +513,7 @@ PARSERS = [
     document(Result, Result(True, "done")),
     document(Standing, STANDING),
     document(Founding, Founding(1, "b", ("10.0.0.1:4711",), ("a",))),
+    document(Absent, Absent(("10.0.0.1:4711",))),
     document(HeldSpares, HeldSpares(("c", "d"))),
     document(
         TrainingStatus,

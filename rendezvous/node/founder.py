@@ -309,5 +309,5 @@ class Founder:
             self._settings.serves(),
             generation is not None and has_say(told, generation),
             self._can_found,
-            tuple(sorted(self._ended)),
+            tuple(sorted(self._ended - replica.absent)),
         )

@@ -21,6 +21,7 @@ from elaunch.rendezvous.node.session import EDIT, GENERATION, RESULT_TTL_S, Sess
 from elaunch.rendezvous.node.waiting import waiting_text
 from elaunch.rendezvous.rules import deadlock, quorum
 from elaunch.rendezvous.rules.edit import edit_between
+from elaunch.rendezvous.rules.founding import Absent, absent_agents
 from elaunch.rendezvous.rules.spares import HeldSpares, held
 from elaunch.rendezvous.store import Entry, LeaseGone, WatchEvent
 from elaunch.rendezvous.view import MembershipSettings, View
@@ -86,6 +87,7 @@ class Leader:
         self._decided_by: tuple[View | None, JobSize | None, tuple[str, ...]] = (None, None, ())
         self._wake_s = 0.0  # when to apply the rule next at the latest
         self._spares: tuple[str, ...] | None = None  # as this leader has written them; None: not yet
+        self._absent: frozenset[str] | None = None  # the same
 
     @property
     def leads(self) -> bool:
@@ -240,7 +242,7 @@ class Leader:
         self._replica.begin_to_lead()
         self._requests.begin_to_lead()
         self._session.leadership.leads = True
-        self._spares = None
+        self._spares = self._absent = None
         if not self._replica.generation_revision and self._replica.view.result is None:
             # The store has lost its data. Nodes that join now must hear of the generation that the others are in.
             self._put_last_generation()
@@ -295,10 +297,20 @@ class Leader:
         if settings.spares:
             self._put_spares(held(self._replica.view, settings))
         self._requests.end_deadlock(deadlock.find(self._replica.view))
+        self._put_absent(decision.asks)
         if decision.asks and self._clock() >= self._asked_s + ASK_S:
             self._ask(decision.asks)
         if decision.result is not None:
             self._end_job(decision.result)
+
+    def _put_absent(self, missing: Sequence[str]) -> None:
+        """Tells all nodes which of those that are missing are not in this store."""
+        absent = absent_agents(self._replica.view, missing)
+        known = self._replica.absent if self._absent is None else self._absent
+        if absent != known or (absent and self._absent is None):
+            with suppress(LeaseGone):  # then another node leads by now, and tells them
+                self._session.put("absent", to_json(Absent(tuple(sorted(absent)))))
+                self._absent = absent
 
     def _ask(self, nodes: Sequence[str]) -> None:
         """Asks nodes that are missing whether they have gone on elsewhere, or have ended."""

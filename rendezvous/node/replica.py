@@ -37,7 +37,7 @@ from elaunch.rendezvous.membership import (
 )
 from elaunch.rendezvous.node.reporter import Reporter
 from elaunch.rendezvous.rules.edit import GenerationEdit, follow
-from elaunch.rendezvous.rules.founding import Founding
+from elaunch.rendezvous.rules.founding import Absent, Founding
 from elaunch.rendezvous.rules.quorum import NUMBERS
 from elaunch.rendezvous.rules.spares import HeldSpares
 from elaunch.rendezvous.store import WatchEvent
@@ -92,6 +92,7 @@ class Replica:
         servers: of the store, as the leader has written them down; those of a store that has one server may be in no
             document.
         founding: how this store was founded; None: it is the one that the job began with.
+        absent: liveness addresses of agents that this store has lost, and misses.
         moved: where the job has its store by now, as another one of the same job has told this one; empty: here.
         leader: the name that stands in the leader's key, as this node heard last; None where it is none.
         intake: which documents are damaged.
@@ -106,6 +107,7 @@ class Replica:
         self.size: JobSize | None = None
         self.servers = EtcdServers()
         self.founding: Founding | None = None
+        self.absent: frozenset[str] = frozenset()
         self.moved = ""
         self.leader: str | None = None
         self.intake = Intake(self.prefix)
@@ -128,7 +130,7 @@ class Replica:
 
     def begin_store(self) -> None:
         """Forgets what another store said of itself and of its nodes: this node goes over to a new one."""
-        self.servers, self.founding, self.moved = EtcdServers(), None, ""
+        self.servers, self.founding, self.absent, self.moved = EtcdServers(), None, frozenset(), ""
         self.view = replace(self.view, ended=frozenset(), gone=frozenset(), floor=0)
 
     def found(self, founding: Founding) -> None:
@@ -265,6 +267,10 @@ class Replica:
         elif name == "founding":
             if (founding := self._parse_request(Founding, event)) is not None:
                 self.found(founding)
+        elif name == "absent":
+            # It goes with the leader that has written it: the next one writes it again, or that nobody is absent.
+            if not self._is_old("absent", event) and (absent := self._parse_request(Absent, event)) is not None:
+                self.absent = frozenset(absent.addresses)
         elif name == "moved":
             self.moved = read_text(event.value) if event.value is not None else ""
         elif name.startswith("left/"):

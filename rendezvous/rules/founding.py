@@ -9,6 +9,8 @@ Each asks the agents of all seats how they stand (`Standing`). The store counts 
 A majority of the seats may then found another store (`quorum.may_go_on`), or all whose agents have not ended. The
 second rests on what an agent may have agreed to before its end. It cannot have agreed to leave a node behind whose
 lease was valid at that time, so its end counts only where each node of the group saw it before its own lease ran out.
+In a store that is there it can have lost its own lease, and then have founded another one with a majority: the leader
+tells all whom it misses (`Absent`), and their ends do not count.
 
 Each store that is founded has a higher epoch than all that its founder knew of, and generations that are made in it
 have numbers that no former store gives out. Nodes go over to the highest epoch. Only where nothing was decided in it,
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 
 from elaunch.rendezvous.membership import Generation, names_text
 from elaunch.rendezvous.rules.quorum import NUMBERS, may_go_on
+from elaunch.rendezvous.view import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,19 @@ class Founding:
 
 
 @dataclass(frozen=True, slots=True)
+class Absent:
+    """Which agents a store has lost, while those that still use it are too few to go on without them.
+
+    They may have founded another store without these, so their end does not prove that nobody has gone on.
+
+    Attributes:
+        addresses: at which they can be seen to live.
+    """
+
+    addresses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Standing:
     """How a node stands to the store, as its agent tells whoever asks.
 
@@ -56,7 +72,7 @@ class Standing:
         serves: whether it hosts a server of the store that votes, and runs or is started again.
         votes: whether it has a say in what becomes of the job.
         founds: whether it can found a store.
-        ended: liveness addresses of agents that it saw ended while its own lease was valid.
+        ended: liveness addresses of agents that it saw ended while its own lease was valid, and that the store had.
     """
 
     node: str
@@ -198,6 +214,21 @@ def _order(generation: Generation) -> dict[str, int]:
     """Returns the places of nodes in the order by which one of them is chosen."""
     nodes = dict.fromkeys(node for node, _ in (*generation.seats, *generation.former_seats))
     return {node: index for index, node in enumerate(nodes)}
+
+
+def absent_agents(view: View, missing: Collection[str]) -> frozenset[str]:
+    """Returns the liveness addresses of those of the missing nodes that the store has lost.
+
+    Args:
+        view: what its leader knows.
+        missing: nodes without which the others may not go on.
+    """
+    generation = view.generation
+    if generation is None or not missing:
+        return frozenset()
+    here = {doc.liveness_address for doc in view.nodes}
+    seated = (*generation.seats, *generation.former_seats)
+    return frozenset(address for node, address in seated if node in missing and address not in here)
 
 
 def seen_ended(addresses: Collection[str], ended: Collection[str]) -> int:

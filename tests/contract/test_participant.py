@@ -44,6 +44,7 @@ from elaunch.rendezvous.memory import MemoryStore
 from elaunch.rendezvous.node.founder import FoundingSettings
 from elaunch.rendezvous.observer import Observer
 from elaunch.rendezvous.participant import Participant
+from elaunch.rendezvous.rules.founding import Absent
 from elaunch.rendezvous.rules.spares import HeldSpares
 from elaunch.rendezvous.store import Store
 from tests.contract.conftest import READY_S
@@ -143,7 +144,7 @@ class Node:
         **settings: Any,
     ) -> None:
         self.name = name
-        self.doc = NodeDoc(name, f"host-{name}", 1)
+        self.doc = NodeDoc(name, f"host-{name}", 1, liveness_address=f"127.0.0.{ord(name[0])}:1")
         self.config: JobConfig | None = None
         self.generations: list[Generation] = []
         self.results: list[Result] = []
@@ -848,6 +849,37 @@ class TestOutages:
             written = from_json(JobConfig, job.read("config") or b"")
             assert {written.token, *(node.config.token for node in nodes if node.config is not None)} == {token}
             assert not any(node.absences for node in nodes)
+        finally:
+            job.stop()
+
+    def test_all_hear_which_nodes_a_store_has_lost_that_they_cannot_do_without(self) -> None:
+        """They may have founded another one with others, so their end would prove nothing."""
+        job = Job(MemorySite(), replace(PATIENT, founds=True))
+        founding = FoundingSettings(lambda: (), print, lambda: "", lambda: False, lambda: None, print)
+        try:
+            a, b, c = job.three(founding=founding)
+            assert job.read("absent") is None
+            for node in (a, b):
+                session = node.participant._session
+                session._entrant = replace(session._entrant, founds=False)  # their leases end, and nobody says why
+                node.participant.stop()
+
+            def absent(*names: str) -> Callable[[], bool]:
+                agents = Absent(tuple(sorted(f"127.0.0.{ord(name)}:1" for name in names)))
+                return lambda: job.read("absent") == to_json(agents)
+
+            wait_until(absent("a", "b"), LIMIT_S, "c, which leads, to miss the others")
+            replica = c.participant._replica
+            wait_until(lambda: len(replica.absent) == 2, LIMIT_S, "c to hear of it")
+            known: list[int] = []
+            take = replica.take
+            replica.take = lambda event: (take(event), known.append(len(replica.absent)))[0]  # type: ignore[method-assign,func-returns-value]
+            job.admin.delete("/elaunch/job/absent")  # as at the end of a leader
+            wait_until(lambda: known, LIMIT_S, "c to hear of that")
+            assert known[0] == 2, "that a leader ends makes nobody present"
+            job.node("a", founding=founding)
+            wait_until(absent(), LIMIT_S, "c to see that it can go on with a")
+            wait_until(lambda: not replica.absent, LIMIT_S, "c to hear of it")
         finally:
             job.stop()
 

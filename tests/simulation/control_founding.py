@@ -27,6 +27,7 @@ from elaunch.rendezvous.rules.founding import (
     Loss,
     Move,
     Standing,
+    absent_agents,
     better_store,
     next_move,
     seen_ended,
@@ -65,6 +66,7 @@ class HostedStore(Store):
         cluster: its servers.
         founding: how it was founded; None: the job began with it.
         left: liveness addresses of agents that have left in good order.
+        absent: those of agents that its leader misses.
         written: which servers there are, as the nodes are told.
     """
 
@@ -76,6 +78,7 @@ class HostedStore(Store):
         self.founding = founding
         self.written = Written(EtcdServers(), 0)
         self.left: set[str] = set()
+        self.absent: frozenset[str] = frozenset()
         self.heard: dict[str, int] = {}  # how often each node has written
         # Revisions of different stores have nothing to do with each other; here they differ, to show mistakes.
         self.revision = 1000 * len(world.stores)
@@ -184,6 +187,15 @@ class HostedStore(Store):
         else:
             self.forget(node)
 
+    def tell_absent(self, absent: frozenset[str], by: str) -> None:
+        if absent != self.absent:
+            self.world.note(by, f"tells all that {', '.join(sorted(absent)) or 'nobody'} is absent")
+            self.cluster.write()
+            self.absent = absent
+            for node in self.users():
+                assert isinstance(node, FoundingNode)
+                node.later(partial(node.see_absent, absent))
+
     def settle(self, generation: Generation, expected: int) -> None:
         self.cluster.write()
         super().settle(generation, expected)
@@ -205,6 +217,7 @@ class FoundingNode(Node):
         opener: where it looks for the store.
         server: the one to which it is connected.
         servers: of its store, as it was told.
+        absent: from its store, as it was told.
         slowness: how much longer than usual its next server takes to catch up.
     """
 
@@ -218,6 +231,7 @@ class FoundingNode(Node):
         self.opener = StoreOpener("", cast(Any, None))
         self.server: SimulatedEtcd | None = None
         self.servers = EtcdServers()
+        self.absent: frozenset[str] = frozenset()
         self.servers_revision = 0
         kept = KeptStore(self)
         settings = ServerSettings(world.most, SERVER_LOST_S, lambda: kept, self.opener.use)
@@ -331,6 +345,7 @@ class FoundingNode(Node):
         self.seeks, self.in_store = False, True
         super().connect()
         self.read_servers()
+        self.see_absent(store.absent)
 
     def read_servers(self) -> None:
         if self.connected and self.hosted.written.revision:
@@ -412,6 +427,13 @@ class FoundingNode(Node):
         super().lead()
         self.keep_servers()
 
+    def see_absent(self, absent: frozenset[str]) -> None:
+        self.absent = absent
+
+    def tell_absent(self, missing: Collection[str]) -> None:
+        """As `Leader._put_absent`."""
+        self.hosted.tell_absent(absent_agents(self.view, missing), self.name)
+
     def ask_missing(self, nodes: Collection[str]) -> None:
         """As `Founder.look_for_better`."""
         generation = self.view.generation
@@ -444,7 +466,7 @@ class FoundingNode(Node):
             self.host.will_serve,
             generation is not None and has_say(self.told or self.life.doc(), generation),
             True,
-            tuple(sorted(self.saw_ended)),
+            tuple(sorted(self.saw_ended - self.absent)),
         )
 
     def ask(self, seats: dict[str, str]) -> tuple[dict[str, Standing], set[str]]:
@@ -559,7 +581,7 @@ class FoundingNode(Node):
     def move(self, store: HostedStore, address: str) -> None:
         self.used = store
         self.opener.move(address)
-        self.servers = EtcdServers()
+        self.servers, self.absent = EtcdServers(), frozenset()
         self.present = self.in_store = False
         self.generation_revision = self.servers_revision = 0
         self.held_until_s = 0.0

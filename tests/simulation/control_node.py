@@ -219,12 +219,16 @@ class Node:
         self.store.hold_spares(held(self.view, world.settings), self.name)
         if decision.result is not None:
             self.store.end(decision.result)
+        self.tell_absent(decision.asks)
         if decision.asks:
             self.ask_missing(decision.asks)
         self.wakes += 1
         wake, silence = self.wakes, self.silence
         delay_s = 1.0 if decision.wake_s is None else max(0.0, decision.wake_s - world.now_s) + 1e-4
         world.at(delay_s, lambda: self.lead() if (wake, silence) == (self.wakes, self.silence) else None)
+
+    def tell_absent(self, missing: Collection[str]) -> None:
+        """Tells all nodes which of the missing ones are absent; only where the job hosts its store."""
 
     def ask_missing(self, nodes: Collection[str]) -> None:
         """Asks nodes without which the job may not go on here; only where it hosts its store."""

@@ -32,6 +32,7 @@ class Place:
             view=SimpleNamespace(generation=generation, result=None),
             founding=None,
             servers=EtcdServers(),
+            absent=frozenset(),
             begin_store=lambda: None,
         )
         doc: Any = SimpleNamespace()
@@ -80,6 +81,19 @@ def test_both_nodes_that_lost_the_store_at_once_need_one_round_once_their_leases
     assert place.founder.seek() is None
     assert place.moved == [], "its lease may be renewed by somebody who can reach the store"
     place.now_s = LEASE_S + 0.01
+    assert place.founder.seek() is None
+    assert place.moved == ["10.0.0.2:29400"]
+
+
+def test_the_end_of_an_agent_that_its_store_had_lost_before_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have founded another one with others."""
+    place = Place(monkeypatch)
+    place.answers.ended |= {"10.0.0.1:1", "10.0.0.3:1"}
+    place.founder._replica.absent = frozenset({"10.0.0.3:1"})
+    assert place.founder.seek() is None
+    assert place.founder.standing.ended == ("10.0.0.1:1",)
+    assert place.moved == [], "c may have gone on"
+    place.founder._replica.absent = frozenset()
     assert place.founder.seek() is None
     assert place.moved == ["10.0.0.2:29400"]
 

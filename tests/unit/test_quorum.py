@@ -18,7 +18,17 @@ from elaunch.rendezvous.membership import (
     Worker,
     WorkerState,
 )
-from elaunch.rendezvous.rules.founding import Founding, FoundStore, GoOver, Loss, Move, Standing, Stay, next_move
+from elaunch.rendezvous.rules.founding import (
+    Founding,
+    FoundStore,
+    GoOver,
+    Loss,
+    Move,
+    Standing,
+    Stay,
+    absent_agents,
+    next_move,
+)
 from elaunch.rendezvous.rules.quorum import NUMBERS, has_say, is_majority, settle
 from tests.unit.documents import changed_report
 
@@ -180,6 +190,15 @@ def moves(names: str, *others: Standing, own: Standing | None = None, **loss: An
     answers |= {one.node: one for one in others}
     seen = Loss(**{"servers": 1, "listening": 0, "ended": 0, "lapsed": False, **loss})
     return next_move(own, train(names), answers, seen)
+
+
+def test_those_are_absent_that_are_missed_and_not_in_the_store() -> None:
+    seen = View(nodes=(node("c"),), generation=train("abc", former="bcd"))
+    assert absent_agents(seen, ()) == frozenset()
+    assert absent_agents(seen, ("a", "d")) == {"a:1", "d:1"}
+    assert absent_agents(seen, ("a", "c")) == {"a:1"}
+    anew = replace(node("b"), liveness_address="b:2")
+    assert absent_agents(replace(seen, nodes=(anew,)), ("b",)) == {"b:1"}, "another agent is there"
 
 
 class TestNodesThatLostTheStore:
