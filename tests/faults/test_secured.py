@@ -53,7 +53,8 @@ class Listening:
     """All that passes a host's cable. In this process, in a thread, from when it is made."""
 
     def __init__(self, made: Network, host: str) -> None:
-        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
+        # With a protocol it would hear all interfaces of this machine, and so other tests, until it is bound to one.
+        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
         self._socket.bind((made.cable(host), ETH_P_ALL))
         self._socket.setblocking(False)
