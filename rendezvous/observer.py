@@ -27,6 +27,11 @@ from elaunch.rendezvous.rules.spares import HeldSpares
 from elaunch.rendezvous.status import TrainingStatus
 from elaunch.rendezvous.store import Store, WatchEvent
 
+BACK_S = 10.0
+"""How long an observer that has lost its server tries to go on with it or another one: one may leave with its node."""
+
+AGAIN_S = 0.2
+
 
 @dataclass(frozen=True, slots=True)
 class Documents:
@@ -81,10 +86,7 @@ class Observer:
         self._nodes: dict[str, NodeDoc] = {}
         self._documents = Documents()
         self._unreadable: dict[str, str] = {}
-        self._news: queue.SimpleQueue[list[WatchEvent] | StoreUnavailable] = queue.SimpleQueue()
-        entries, revision = store.range(self._prefix)
-        self._take([WatchEvent(entry.key, entry.value, entry.revision, entry.created) for entry in entries])
-        self._watch = store.watch(self._prefix, revision + 1, self._news.put, self._news.put)
+        self._begin()
 
     @property
     def documents(self) -> Documents:
@@ -99,7 +101,7 @@ class Observer:
             tell: called about every second with the seconds left.
 
         Raises:
-            StoreUnavailable: the connection was lost.
+            StoreUnavailable: the connection was lost, and there is no other one before `until_s`, and within `BACK_S`.
         """
         while True:
             left_s = max(0.0, until_s - time.monotonic())
@@ -111,8 +113,9 @@ class Observer:
                     return False
                 tell(left_s)
         if isinstance(news, StoreUnavailable):
-            raise news
-        self._take(news)
+            self._begin_again(news, min(until_s, time.monotonic() + BACK_S))
+        else:
+            self._take(news)
         return True
 
     def ask(self, request: PlanRequest, lease: int) -> None:
@@ -130,6 +133,29 @@ class Observer:
     def close(self) -> None:
         """Ends the watch; the store stays open."""
         self._watch.cancel()
+
+    def _begin(self) -> None:
+        """Reads all documents as they stand, and follows them from then on."""
+        self._news: queue.SimpleQueue[list[WatchEvent] | StoreUnavailable] = queue.SimpleQueue()
+        entries, revision = self._store.range(self._prefix)
+        gone = {self._prefix + name for name in self._nodes} - {entry.key for entry in entries}
+        self._take(
+            [
+                *(WatchEvent(key, None, revision, 0) for key in gone),
+                *(WatchEvent(entry.key, entry.value, entry.revision, entry.created) for entry in entries),
+            ]
+        )
+        self._watch = self._store.watch(self._prefix, revision + 1, self._news.put, self._news.put)
+
+    def _begin_again(self, why: StoreUnavailable, until_s: float) -> None:
+        self._watch.cancel()
+        while True:
+            try:
+                return self._begin()
+            except StoreUnavailable:
+                if time.monotonic() + AGAIN_S >= until_s:
+                    raise why from None
+            time.sleep(AGAIN_S)
 
     def _take(self, events: list[WatchEvent]) -> None:
         for event in events:

@@ -695,7 +695,8 @@ class TestRequests:
         assert [round(left_s, 1) for left_s in left] == [1.5]
         observer.close()
 
-    def test_an_observer_is_told_that_the_store_has_gone(self, job: Job) -> None:
+    def test_an_observer_is_told_that_the_store_has_gone(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("elaunch.rendezvous.observer.BACK_S", 0.0)
         observer = Observer(job.admin, "job")
         job.site.go_away()
         with pytest.raises(StoreUnavailable):

@@ -132,6 +132,19 @@ def test_one_that_fails_at_each_start_is_given_up_with_one_line(
     keeper.close()
 
 
+def test_a_store_that_is_founded_takes_the_port_of_the_server_that_ran_here(keeper: Keeper) -> None:
+    """Of a store that has lost its quorum: there other nodes look for the job."""
+    keeper.etcd.wait_ready(LIMIT_S)
+    former, (host, _, port) = keeper.etcd, keeper.etcd.endpoint.rpartition(":")
+    place = ServerPlace(host, int(port), lambda folder: None)
+    keeper.hosted = hosted = HostedEtcd(former, keeper.selector, keeper.said.append, keeper.now_s, place, "job")
+    assert hosted.found(keeper.now_s) == former.endpoint
+    assert former.pid is None
+    store = EtcdStore(former.endpoint, timeout_s=LIMIT_S)
+    assert store.get("/a") is None
+    store.close()
+
+
 def test_a_store_that_is_founded_is_empty_and_whoever_looks_for_the_job_here_finds_it(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -192,6 +192,9 @@ class HostedEtcd:
         if place is None or self._gave_up:
             raise LaunchError("this node does not serve the store of its job")
         self.leave(now_s)
+        for former, _ in self._removed:
+            former.stop(0.0)  # nodes that come look for the job at its port
+        self._removed.clear()
         etcd = place.make_server()
         try:
             etcd.start(has_threads=True)
