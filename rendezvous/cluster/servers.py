@@ -47,6 +47,11 @@ class EtcdServers:
         """Returns the addresses at which agents are served."""
         return tuple(one.client for one in self.servers if one.votes and one.client)
 
+    @property
+    def n_learners(self) -> int:
+        """Returns how many of them have no vote, as far as is known."""
+        return sum(not one.votes for one in self.servers)
+
     def find(self, peer: str) -> EtcdServer | None:
         """Returns the server that listens for others at this address."""
         return next((one for one in self.servers if one.peer == peer), None)

@@ -242,8 +242,7 @@ class Founder:
         self._stand(away=True)
         there = answers.listening
         dead = seen_ended([one for one in servers if one not in there], answers.ended)
-        learners = sum(not one.votes for one in self._replica.servers.servers)
-        loss = Loss(len(servers), len(there), dead, not is_held, learners)
+        loss = Loss(len(servers), len(there), dead, not is_held, self._replica.servers.n_learners)
         others = {node: answers.standings.get(node) for node in seats}
         return self._act(next_move(self.standing, generation, others, loss), bool(there))
 

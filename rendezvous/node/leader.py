@@ -306,8 +306,8 @@ class Leader:
     def _put_absent(self, missing: Sequence[str]) -> None:
         """Tells all nodes which of those that are missing are not in this store."""
         absent = absent_agents(self._replica.view, missing)
-        known = self._replica.absent if self._absent is None else self._absent
-        if absent != known or (absent and self._absent is None):
+        is_known = self._absent is None and not absent and not self._replica.absent
+        if absent != self._absent and not is_known:
             with suppress(LeaseGone):  # then another node leads by now, and tells them
                 self._session.put("absent", to_json(Absent(tuple(sorted(absent)))))
                 self._absent = absent

@@ -538,7 +538,7 @@ class FoundingNode(Node):
         if not lapsed:
             self.saw_ended |= ended
         dead = seen_ended([one for one in servers if one not in there], ended)
-        loss = Loss(len(servers), len(there), dead, lapsed, sum(not one.votes for one in self.servers.servers))
+        loss = Loss(len(servers), len(there), dead, lapsed, self.servers.n_learners)
         others = {node: answers.get(node) for node in seats}
         self.act(next_move(self.standing(away=True), generation, others, loss))
         if not self.connected:

@@ -279,9 +279,8 @@ class HybridJob(BaseJob):
         self._measured, watch = None, measured.watch
         if measured.tells and not self._has_told(measured.generation, measured.plan):
             self._tell_actions(measured)
-        if (
-            selector is not None and measured.selects and measured.plan is self._made.plan
-        ):  # else others have its layers
+        is_present = measured.plan is self._made.plan  # else others have its layers now
+        if selector is not None and measured.selects and is_present:
             figures = watch.kept_bytes, watch.update_s, measured.updated, watch.weights(), watch.overheads()
             selector.add(watch.turns(), *figures)
 
