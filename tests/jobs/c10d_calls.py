@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import elaunch
 from elaunch.errors import StateError
-from elaunch.hooks import Generation, Group, Verdict, Vote
 from elaunch.workers.comm.c10d.works import NativeWork
 from tests.jobs import come_late, say
+from tests.jobs.stateless import Stateless
 
 LARGE = 4 << 20  # elements: 16 MiB
 WARMS_UP = 3
@@ -262,12 +262,12 @@ class Calls:
         assert compiled(torch.ones(3)).tolist() == [2.0] * 3
 
 
-class Runtime:
+class Runtime(Stateless):
     """A framework whose state is the number of its step."""
 
     def __init__(self, carrier: str) -> None:
         self.member, self.carrier = elaunch.attach(self), carrier
-        self.step, self.holds = 0, False
+        super().__init__()
         self.done: set[int] = set()
         self.of_all: dist.ProcessGroup | None = None
         self.of_two: dist.ProcessGroup | None = None
@@ -339,27 +339,6 @@ class Runtime:
                 return
             time.sleep(0.005)
         raise SystemExit("the members of a subgroup have no native group")
-
-    # The hooks.
-
-    def vote(self) -> Vote:
-        return Vote(self.step, self.member.entered, self.holds)
-
-    def pause(self) -> None:
-        pass
-
-    def agreed(self, generation: Generation, verdict: Verdict) -> None:
-        if self.holds and self.step < verdict.step:
-            self.step += 1
-
-    def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, object]:
-        return {}
-
-    def transfer(self, group: Group, verdict: Verdict) -> int:
-        return 0
-
-    def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
-        self.step, self.holds = verdict.step, True
 
 
 def main(carrier: str) -> None:

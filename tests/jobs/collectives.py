@@ -25,7 +25,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -33,9 +33,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 import elaunch
-from elaunch.hooks import Generation, Group, Verdict, Vote
+from elaunch.hooks import Generation, Verdict, Vote
 from tests.jobs import say
 from tests.jobs.eager import compile_nothing
+from tests.jobs.stateless import Stateless
 
 KINDS = ("silent", "kill", "stop")
 MOMENTS = ("forward", "backward", "barrier")
@@ -136,15 +137,15 @@ class InBackward(torch.autograd.Function):
         return gradients[0], None
 
 
-class Crew:
+class Crew(Stateless):
     """A framework whose state is the number of its step, and of the faults that it has met."""
 
     def __init__(self, kinds: tuple[str, ...], blocks: int, size: int) -> None:
         self.kinds, self.blocks, self.size = kinds, blocks, size
         self.n_faults = len(NAMES) * blocks * len(kinds)
         self.member = elaunch.attach(self)
-        self.step = self.faults = 0
-        self.holds = self.meets = False
+        super().__init__()
+        self.faults, self.meets = 0, False
         self.under_way: Any = None
 
     def train(self) -> None:
@@ -188,7 +189,7 @@ class Crew:
     # The hooks.
 
     def vote(self) -> Vote:
-        return Vote(self.step, self.member.entered, self.holds, {"faults": self.faults})
+        return replace(super().vote(), facts={"faults": self.faults})
 
     def pause(self) -> None:
         self.faults += self.meets
@@ -196,17 +197,7 @@ class Crew:
 
     def agreed(self, generation: Generation, verdict: Verdict) -> None:
         self.faults = max(facts["faults"] for facts in verdict.facts)
-        if self.holds and self.step < verdict.step:
-            self.step += 1
-
-    def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, object]:
-        return {}
-
-    def transfer(self, group: Group, verdict: Verdict) -> int:
-        return 0
-
-    def resume(self, generation: Generation, group: Group, verdict: Verdict) -> None:
-        self.step, self.holds = verdict.step, True
+        super().agreed(generation, verdict)
 
 
 def end(how: str) -> None:
