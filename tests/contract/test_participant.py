@@ -468,6 +468,7 @@ class TestSpares:
                 wait_until(lambda node=node: node.spares[-1:] == [("d",)], LIMIT_S, "d to be held ready")  # type: ignore[misc]
             d.hears(lambda one: one.stage is GenerationStage.TRAIN)
             d.says(READY)
+            wait_until(lambda: b'"state":"ready"' in (job.read("nodes/d") or b""), LIMIT_S, "d to be known as ready")
             job.node("e", config)
             wait_until(lambda: job.read("nodes/e"), LIMIT_S, "e to join")
             leader = job.leader()
