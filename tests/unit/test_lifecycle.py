@@ -735,6 +735,17 @@ class TestGivenUpByPeers:
         node.ready("a/0#2")
         assert [worker.state for worker in node.life.doc().workers] == [WorkerState.READY]
 
+    def test_one_that_was_replaced_before_its_agent_heard_of_a_generation_with_it_is_killed(self) -> None:
+        """No generation would take it in again, and nobody else ends it."""
+        node = Node()
+        node.start("a/0", "b/0")
+        node.ready("a/0#0")
+        actions = node.train("b/0#0", generation=5, streak=Streak(3, 3, 3, replaced=("a/0#0",)))
+        assert signalled(actions) == [("a/0#0", signal.SIGKILL)]
+        assert node.life.doc().workers == ()
+        node.dies("a/0#0")
+        assert started(node.later(100)) == ["a/0#1"]
+
     def test_one_that_waits_to_join_is_not(self) -> None:
         node = member_node()
         node.life.on_progress("a/0#0", 2)

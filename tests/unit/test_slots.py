@@ -27,13 +27,30 @@ from elaunch.agent.decisions.slots import (
     cells,
     find_transition,
 )
-from elaunch.rendezvous.membership import Generation, GenerationStage, Result, Worker
+from elaunch.rendezvous.membership import Generation, GenerationStage, Result, Streak, Worker
 from tests import slot_diagram
 from tests.helpers import scaled
 
 OTHERS = ("b/0#0", "b/1#0")
 LEAST, SEQUENCES = scaled(200, 500), 6000  # schedules: some of them, and more until all rows were met
-RARE = (214, 243, 247, 259, 262, 268, 291, 338, 481, 731, 862, 1762)  # have met rows that the first ones had not
+RARE = (
+    200,
+    214,
+    243,
+    247,
+    259,
+    262,
+    268,
+    291,
+    332,
+    338,
+    341,
+    418,
+    481,
+    731,
+    817,
+    862,
+)  # met new rows
 LENGTH = 60
 
 
@@ -89,6 +106,7 @@ class Schedule:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
+        self.links = random.Random(seed)  # which worker that a generation does without is blamed for its links
         slots, nodes = self.rng.randint(1, 2), self.rng.randint(1, 3)
         limit = self.rng.choice([None, None, 0, 2])
         self.life = Lifecycle(NodeSettings("a", "h", slots, 1, nodes, limit))
@@ -120,7 +138,9 @@ class Schedule:
             elif slot.worker:
                 rng.choices((ids, leaving, []), (8, 1, 1))[0].append(slot.worker)
         workers = tuple(Worker(one, one[0], int(one[2])) for one in ids)
-        news = Generation(self.number, stage, workers, attempt=self.attempt, leaving=tuple(leaving))
+        without = [slot.worker for slot in self.life.slots if slot.worker and slot.worker not in (*ids, *leaving)]
+        streak = Streak(replaced=tuple(worker for worker in without if self.links.random() < 0.4))
+        news = Generation(self.number, stage, workers, attempt=self.attempt, leaving=tuple(leaving), streak=streak)
         self.life.on_generation(news, self.now_s)
 
     def message(self) -> None:

@@ -98,6 +98,7 @@ class SlotEvent(enum.Enum):
     ADMIT = "a training generation names it"
     RELEASE = "a training generation lets it leave"
     OMIT = "a training generation does without it"
+    REJECT = "a training generation does without it, and none takes it in: its links failed again and again"
     JOIN = "it has entered a generation"
     COMMIT = "it saw a step commit"
     EVICT = "it is to leave for good"
@@ -116,7 +117,9 @@ def place_in(generation: Generation, worker: str) -> SlotEvent:
     """Returns what a training generation means for a worker."""
     if worker in generation.ranks:
         return SlotEvent.ADMIT
-    return SlotEvent.RELEASE if worker in generation.leaving else SlotEvent.OMIT
+    if worker in generation.leaving:
+        return SlotEvent.RELEASE
+    return SlotEvent.REJECT if worker in generation.streak.replaced else SlotEvent.OMIT
 
 
 class Effect(enum.Enum):
@@ -284,6 +287,9 @@ def _rows() -> Rows:
     stay(ALIVE - {s.STARTING}, e.RELEASE, f.TELL)
     stay((s.ATTACHED, s.READY, s.FINISHED), e.OMIT, f.TELL)
     stay(_MEMBERS | _LEAVING | {s.JOINING}, e.OMIT, f.KILL)
+    # Also where its agent has heard of no generation that named it.
+    stay(ALIVE - {s.STARTING, s.FINISHED}, e.REJECT, f.KILL)
+    stay(s.FINISHED, e.REJECT, f.TELL)
     stay(_NEW | REACHABLE, e.REFUSE, f.NOTE_REFUSED)
 
     # It leaves, or finishes.
@@ -360,9 +366,13 @@ TRANSITIONS = _rows()
 
 IGNORED = (
     _ignored(_GONE, _MESSAGES, "the process has ended"),
-    _ignored(_GONE, (SlotEvent.ADMIT, SlotEvent.RELEASE, SlotEvent.OMIT), "there is no process to tell"),
     _ignored(
-        {SlotState.STARTING}, (SlotEvent.RELEASE, SlotEvent.OMIT), "it hears of the newest generation when it attaches"
+        _GONE, (SlotEvent.ADMIT, SlotEvent.RELEASE, SlotEvent.OMIT, SlotEvent.REJECT), "there is no process to tell"
+    ),
+    _ignored(
+        {SlotState.STARTING},
+        (SlotEvent.RELEASE, SlotEvent.OMIT, SlotEvent.REJECT),
+        "it hears of the newest generation when it attaches",
     ),
     _ignored(ALIVE - {SlotState.STARTING}, (SlotEvent.ATTACH,), "it is attached"),
     _ignored({SlotState.STARTING}, (SlotEvent.REGISTER,), "it has not attached"),
