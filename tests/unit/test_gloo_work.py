@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import random
 import signal
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -16,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from elaunch.errors import CollectiveFailed
-from elaunch.workers.comm.native import ended
-from elaunch.workers.comm.native.gloo import GlooBulk
-from elaunch.workers.comm.native.gloo_work import Collective, Freed, GroupEnd, Messages
+from elaunch.workers.comm.native import ended, sockets
+from elaunch.workers.comm.native.gloo import MESSAGE, GlooBulk
+from elaunch.workers.comm.native.gloo_work import Collective, Freed, GroupEnd, Messages, threads_asleep
 from elaunch.workers.layers.carry.native import NativeCarrier
 from elaunch.workers.layers.carry.routes import tp_key
 from tests.helpers import Spawner, wait_until
@@ -136,6 +140,104 @@ def test_whoever_waits_in_a_group_that_lives_is_freed_when_a_connection_breaks(
     broken.set()
     with pytest.raises(Freed, match="has broken"):
         waiting.result(5)
+
+
+def test_a_connection_that_gloo_keeps_though_it_has_ended_holds_up_nobody_and_takes_no_processor(
+    spawn: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo reads no further where what it was reading into is gone, as after a sum that failed for a third member."""
+    monkeypatch.setattr(ended, "DROP_S", 60.0)
+    place = tmp_path / "store"
+    peer = psutil.Process(spawn.fork(WARM, "tests.jobs.gloo_peer", place, "gives", name="peer").process.pid)
+    bulk, tensor = GlooBulk(HOST), torch.zeros(ELEMENTS)
+    bulk.open(dist.FileStore(str(place), 2), 0, 2, messages=True)
+    coming = bulk.backend_group().recv([tensor], 1, MESSAGE)
+    wait_until(lambda: bool(tensor[0]), 20, "the message to begin")
+    peer.send_signal(signal.SIGSTOP)
+    assert not tensor[-1], "all of it came before the peer was stopped"
+    waiting = bulk.all_reduce(torch.zeros(1 << 20))
+    del coming
+    peer.send_signal(signal.SIGCONT)
+    (connection,) = bulk._connections
+    time.sleep(0.1)
+    begin_s = time.monotonic()
+    bulk.poison()
+    with pytest.raises(Freed):
+        Task(waiting.wait).result(20)
+    ended.drop([waiting], on_host=True)
+    assert not waiting.is_completed(), "it has come to its end"
+    assert not connection.is_closed(), "Gloo has closed it"
+    bulk.close()  # its group is kept for as long as this process lives
+    process = psutil.Process()
+
+    def busy_s() -> float:
+        return process.cpu_times().user + process.cpu_times().system
+
+    def is_quiet() -> bool:
+        before_s = busy_s()
+        time.sleep(0.2)
+        return busy_s() - before_s < 0.1
+
+    wait_until(is_quiet, 20, "Gloo's thread to sleep")
+    assert time.monotonic() - begin_s < ended.DROP_S
+
+
+def test_what_a_connection_still_holds_is_dropped_once_it_was_shut_down() -> None:
+    with socket.create_server((HOST, 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    with near, far:
+        near.setblocking(False)
+        connection = sockets.Socket(near.fileno(), os.fstat(near.fileno()).st_ino, near.dup())
+        far.sendall(b"x" * 100_000)
+        wait_until(lambda: near.recv(1, socket.MSG_PEEK), 20, "it to come")
+        assert not connection.is_used_up()
+        assert len(near.recv(10, socket.MSG_PEEK)) == 10, "of a connection that lives, nothing is dropped"
+        connection.shut_down()
+        assert connection.is_used_up()
+        assert near.recv(10) == b""
+        connection.close()
+        assert connection.is_used_up()
+
+
+def test_threads_sleep_only_if_all_of_gloos_do(tmp_path: Path) -> None:
+    def thread(number: int, name: str, state: str) -> None:
+        (tmp_path / str(number)).mkdir(exist_ok=True)
+        text = f"Name:\t{name}\nState:\t{state}\nPid:\t{number}\nvoluntary_ctxt_switches:\t{10 * number}\n"
+        (tmp_path / str(number) / "status").write_text(text)
+
+    thread(1, "python", "R (running)")
+    (tmp_path / "2").mkdir()  # it has ended
+    assert threads_asleep(str(tmp_path)) is None, "without names, nothing is known"
+    thread(3, "pt_gloo_runloop", "S (sleeping)")
+    thread(4, "pt_gloo_runloop", "S (sleeping)")
+    assert threads_asleep(str(tmp_path)) == frozenset({("3", "30"), ("4", "40")})
+    thread(4, "pt_gloo_runloop", "D (disk sleep)")
+    assert threads_asleep(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("way", ["awake", "connected"])
+def test_a_collective_whose_thread_may_go_on_is_waited_for(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(ended, "DROP_S", 60.0)
+    module = "elaunch.workers.comm.native.gloo_work"
+    monkeypatch.setattr(f"{module}.ASLEEP_LOOK_S", 0.0)
+    closed, looks = threading.Event(), itertools.count()
+    asleep = frozenset({("1", "0")})
+    sleepy = threading.Event()
+
+    def threads(tasks: str = "") -> frozenset[tuple[str, str]] | None:
+        # It is woken now and then, or computes.
+        return asleep if sleepy.is_set() else random.choice([None, frozenset({("1", str(next(looks)))})])
+
+    monkeypatch.setattr(f"{module}.threads_asleep", threads)
+    end = GroupEnd(closed.is_set, bool)
+    (sleepy if way == "connected" else closed).set()
+    dropping = Task(lambda: ended.drop([Collective(Endless(), end)], on_host=True))
+    time.sleep(0.1)
+    assert dropping.running, "it may still write"
+    sleepy.set()
+    closed.set()
+    dropping.result(20)
 
 
 class Broken(Endless):

@@ -200,6 +200,7 @@ class FunctionGroups:
             left, self._left = self._left, []
         for one in left:
             one.shut_down()
+            one.silence()  # Gloo may keep it, in a group that threads of its own do not come out of
             one.close()
 
     def close(self) -> None:

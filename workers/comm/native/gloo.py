@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -28,6 +29,9 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.05
 ENDING_S = 0.1
 """For threads to come out of Gloo when the connections of a group have been closed."""
 
+READ_S = 0.02
+"""For Gloo to read what has come over connections that have been shut down, which takes it a millisecond."""
+
 LONGEST = timedelta(hours=2)
 """For a collective: Gloo's thread in one whose message was lost on the way comes out of it then, and no sooner."""
 
@@ -49,6 +53,7 @@ class GlooBulk:
         self._place: dist.Store | None = None  # Gloo does not keep what Python adds to it
         self._connections: list[sockets.Socket] = []
         self._lock = threading.Lock()
+        self._shut_down_s = math.inf
         self._end = GroupEnd(self._is_closed, self._is_broken)
         self._begun: deque[Collective] = deque()
         _ALIVE.add(self)
@@ -145,6 +150,8 @@ class GlooBulk:
         with self._lock:
             if self._group is not None and self._is_stuck():
                 keep_until_over((self._group, self._place), tuple(self._begun))
+                for one in self._connections:
+                    one.silence()
             self._group = self._place = None
             self._begun.clear()
             connections, self._connections = self._connections, []
@@ -156,7 +163,9 @@ class GlooBulk:
 
     def _is_closed(self) -> bool:
         with self._lock:
-            return all(one.is_closed() for one in self._connections)
+            if time.monotonic() < self._shut_down_s + READ_S:
+                return all(one.is_closed() for one in self._connections)
+            return all(one.is_used_up() for one in self._connections)
 
     def _is_broken(self) -> bool:
         with self._lock:
@@ -164,6 +173,7 @@ class GlooBulk:
 
     def _end_connections(self) -> None:
         with self._lock:
+            self._shut_down_s = min(self._shut_down_s, time.monotonic())
             for one in self._connections:
                 one.shut_down()
 

@@ -33,6 +33,12 @@ CLOSED_S = 2.0
 """For Gloo to close connections that have been shut down, which takes it a millisecond."""
 
 LOOK_S = 0.0005
+
+THREADS = "pt_gloo_runloop"  # as torch names those that carry out collectives
+ASLEEP_LOOK_S = 0.002
+ASLEEP_LOOKS = 5
+"""So often a thread must be seen asleep, and not awake in between, to wait for a message rather than a lock."""
+
 LOOK_AT_CONNECTIONS_S = 1.0
 """How often whoever waits in a living group looks whether a connection has broken: all may have lost the same end."""
 
@@ -48,7 +54,7 @@ class GroupEnd:
     """The end of a group, and who is told of it.
 
     Args:
-        is_closed: returns whether Gloo has closed all connections of the group: then it neither reads nor writes.
+        is_closed: returns whether all connections of the group are closed, or used up: Gloo neither reads nor writes.
         is_broken: returns whether it has closed any.
 
     Attributes:
@@ -237,9 +243,40 @@ class Collective(GlooWork):
         return _Outcome(self._work.get_future(), self._end).future
 
     def drained(self, seconds: float) -> None:
-        """Returns when it is over: a thread of Gloo's may be computing, whatever the connections."""
-        with contextlib.suppress(RuntimeError):
-            self._work.wait(_spell(seconds))
+        """Returns when it is over, or no connection can wake the thread of Gloo's that waits in it, or time has passed.
+
+        Whatever the connections, that thread may be computing.
+        """
+        end_s, before, looks = time.monotonic() + seconds, None, 0
+        while not self._work.is_completed() and time.monotonic() < end_s:
+            asleep = threads_asleep() if self._end.is_closed() else None
+            looks = looks + 1 if asleep and asleep == before else 0
+            if looks >= ASLEEP_LOOKS:
+                return
+            before = asleep
+            time.sleep(LOOK_S if asleep is None else ASLEEP_LOOK_S)
+
+
+def threads_asleep(tasks: str = "/proc/self/task") -> frozenset[tuple[str, str]] | None:
+    """Returns torch's threads that carry out Gloo's collectives, each with how often it has gone to sleep.
+
+    Args:
+        tasks: folder in which the kernel shows threads.
+
+    Returns:
+        None: one of them is awake, or there are none of their name.
+    """
+    found = set()
+    for thread in os.listdir(tasks):
+        with contextlib.suppress(OSError):  # it has ended
+            with open(f"{tasks}/{thread}/status") as file:
+                status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+            if status["Name"] != THREADS:
+                continue
+            if not status["State"].startswith("S"):
+                return None
+            found.add((thread, status["voluntary_ctxt_switches"]))
+    return frozenset(found) or None
 
 
 class _Outcome:

@@ -8,8 +8,13 @@ of another member at the other.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import functools
 import os
+import platform
+import re
+import select
 import socket
 import sys
 import termios
@@ -88,10 +93,12 @@ class Socket:
         self._fd, self._inode, self._duplicate = fd, inode, duplicate
         # One thread frees who waits here while another gives the duplicate back: its number may be another file's then.
         self._lock = threading.Lock()
+        self._is_shut_down = False
 
     def shut_down(self) -> None:
         """Ends the connection, in both directions: who waits at either end gets an error."""
         with self._lock, contextlib.suppress(OSError):
+            self._is_shut_down = True
             self._duplicate.shutdown(socket.SHUT_RDWR)
 
     def end_reading(self) -> None:
@@ -123,6 +130,34 @@ class Socket:
         except OSError:
             return True
 
+    def is_used_up(self) -> bool:
+        """Returns whether nothing more can come from it, also where Gloo keeps it; drops what has come, once shut down.
+
+        Gloo reads no further, and does not close it, where what it was reading into is gone. When the kernel finds
+        nothing left to read, no earlier read of Gloo's still writes: both hold the socket's lock.
+        """
+        with self._lock:
+            if self.is_closed():
+                return True
+            if not self._is_shut_down:
+                return False
+            try:
+                while self._duplicate.recv(DRAINED_BYTES, socket.MSG_DONTWAIT | socket.MSG_TRUNC):
+                    pass
+            except BlockingIOError:
+                return False
+            except OSError:  # it was reset: that comes after all that there was to read
+                pass
+            return True
+
+    def silence(self) -> None:
+        """Has Gloo's thread not wake for it again: of one that it keeps though it has ended, it would hear for ever."""
+        if self.is_closed():
+            return
+        for poll, data in _polls(self._fd, self._inode):
+            event = _Event(select.EPOLLONESHOT, data)
+            _libc().epoll_ctl(poll, EPOLL_CTL_MOD, self._fd, ctypes.byref(event))
+
     def close(self) -> None:
         """Gives the duplicate back; of no effect for who still uses it."""
         with self._lock:
@@ -152,6 +187,35 @@ def view(fd: int) -> Iterator[socket.socket]:
         yield sock
     finally:
         sock.close()
+
+
+EPOLL_CTL_MOD = 3  # sys/epoll.h
+_POLLED = re.compile(r"tfd:\s*(\d+)\s+events:\s*[0-9a-f]+\s+data:\s*([0-9a-f]+)\s+pos:\S+\s+ino:([0-9a-f]+)")
+
+
+class _Event(ctypes.Structure):
+    """`struct epoll_event`."""
+
+    if platform.machine() == "x86_64":
+        _pack_ = 1
+    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
+
+
+def _polls(fd: int, inode: int) -> Iterator[tuple[int, int]]:
+    """Yields each epoll of this process that a socket is registered in, and the data that stand there for it."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}") != "anon_inode:[eventpoll]":
+                continue
+            with open(f"/proc/self/fdinfo/{name}") as file:
+                for registered, data, its_inode in _POLLED.findall(file.read()):
+                    if (int(registered), int(its_inode, 16)) == (fd, inode):
+                        yield int(name), int(data, 16)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def is_tcp(sock: socket.socket) -> bool:
