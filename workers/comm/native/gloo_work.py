@@ -271,7 +271,7 @@ def threads_asleep(tasks: str = "/proc/self/task") -> frozenset[tuple[str, str]]
         with contextlib.suppress(OSError):  # it has ended
             with open(f"{tasks}/{thread}/status") as file:
                 status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
-            if status["Name"] != THREADS:
+            if status.get("Name") != THREADS:
                 continue
             if not status["State"].startswith("S"):
                 return None
