@@ -55,7 +55,7 @@ class View:
         outage_end_s: when the store last came back after an outage, or went on after it stood still, if it ever did.
         request: for another plan, as long as it stands in the store.
         ended: liveness addresses of agents that are known to have ended.
-        gone: nodes that did not answer when this store was founded: their absence is in no doubt.
+        gone: nodes that had ended, or been silent for long, when this store was founded: their absence is in no doubt.
         floor: the least number of a generation that is made in this store.
     """
 

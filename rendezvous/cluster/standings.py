@@ -20,6 +20,9 @@ ANSWER_S = 0.3
 AGAIN_S = 0.1
 """The same in the next rounds for one that has not: it may be lost, and must not hold up those that are left."""
 
+LOST_S = 1.0
+"""An agent that has been silent in all rounds for so long counts as lost; before, it may only have paused."""
+
 PATIENT_EVERY = 10
 """Of so many rounds one gives everybody all the time."""
 
@@ -50,6 +53,7 @@ class Answers:
         ended: addresses on whose machines nobody listens there any more.
         listening: servers that accept connections.
         silent: addresses of agents and servers that do not answer.
+        paused: of the silent ones, those that are not known to be lost: they have not been silent for long.
         strangers: of the silent ones, those where somebody answers without a proof of the job's token, by node.
     """
 
@@ -57,6 +61,7 @@ class Answers:
     ended: set[str] = field(default_factory=set)
     listening: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
+    paused: set[str] = field(default_factory=set)
     strangers: dict[str, str] = field(default_factory=dict)
 
 
@@ -71,20 +76,24 @@ class Rounds:
         self._clock = clock
         self._asked_s = float("-inf")
         self._number = 0
-        self._silent: set[str] = set()
+        self._silent_since_s: dict[str, float] = {}
 
     def begin(self) -> None:
-        """Has the next round give everybody all the time."""
+        """Has the next round give everybody all the time, as if nobody had been silent."""
         self._number = 0
+        self._silent_since_s.clear()
 
     def ask(self, seats: Mapping[str, str], token: str, servers: Collection[str]) -> Answers | None:
         """Asks once more; None where that is not due yet."""
         if self._clock() < self._asked_s + len(seats) / SEATS_PER_S:
             return None
         self._asked_s = self._clock()
-        answers = ask(seats, token, servers, self._silent if self._number % PATIENT_EVERY else ())
+        answers = ask(seats, token, servers, self._silent_since_s if self._number % PATIENT_EVERY else ())
         self._number += 1
-        self._silent = answers.silent
+        since_s = self._silent_since_s
+        self._silent_since_s = {address: since_s.get(address, self._asked_s) for address in answers.silent}
+        lost_s = self._clock() - LOST_S
+        answers.paused = {address for address, silent_s in self._silent_since_s.items() if silent_s > lost_s}
         return answers
 
 

@@ -244,7 +244,8 @@ class Founder:
         dead = seen_ended([one for one in servers if one not in there], answers.ended)
         loss = Loss(len(servers), len(there), dead, not is_held, self._replica.servers.n_learners)
         others = {node: answers.standings.get(node) for node in seats}
-        return self._act(next_move(self.standing, generation, others, loss), bool(there))
+        paused = [node for node, address in seats.items() if address in answers.paused]
+        return self._act(next_move(self.standing, generation, others, loss, paused), bool(there))
 
     def _wait_for_server(self, is_there: bool) -> float | None:
         """Waits until the server that this node has started serves."""

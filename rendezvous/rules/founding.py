@@ -35,7 +35,7 @@ class Founding:
         epoch: 1 for the first one; a store that no other had to replace has none.
         node: who has founded it.
         ended: liveness addresses of agents that were known to have ended.
-        gone: nodes that did not answer.
+        gone: nodes whose agents have ended, or did not answer for long.
     """
 
     epoch: int
@@ -143,7 +143,13 @@ class Loss:
         return 2 * (self.servers - self.ended) <= self.servers
 
 
-def next_move(own: Standing, generation: Generation, others: Mapping[str, Standing | None], loss: Loss) -> Move:
+def next_move(
+    own: Standing,
+    generation: Generation,
+    others: Mapping[str, Standing | None],
+    loss: Loss,
+    paused: Collection[str] = (),
+) -> Move:
     """Returns what a node does that cannot reach the store.
 
     Args:
@@ -151,6 +157,7 @@ def next_move(own: Standing, generation: Generation, others: Mapping[str, Standi
         generation: the newest that it knows.
         others: how others stand, by node; None: they did not answer.
         loss: what it knows of the store.
+        paused: nodes that did not answer just now, and may in a moment: their absence stays in doubt for a lease.
     """
     answers = [one for one in others.values() if one is not None]
     if (better := better_store(own, generation, answers)) is not None:
@@ -186,7 +193,8 @@ def next_move(own: Standing, generation: Generation, others: Mapping[str, Standi
     if founder is not own:
         return Stay(f"{founder.node} founds another one")
     epoch = 1 + max(max(one.epoch, one.newest) for one in (own, *answers))
-    gone = tuple(sorted(node for node in order if node != own.node and others.get(node) is None))
+    here = {own.node, *paused, *(one.node for one in answers)}
+    gone = tuple(sorted(node for node in order if node not in here))
     return FoundStore(Founding(epoch, own.node, tuple(sorted(ended)), gone))
 
 

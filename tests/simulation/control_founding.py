@@ -18,6 +18,7 @@ from elaunch.agent.decisions.actions import Exit
 from elaunch.errors import StoreUnavailable
 from elaunch.rendezvous.cluster.opener import StoreOpener
 from elaunch.rendezvous.cluster.servers import CATCH_UP_S, EtcdServers
+from elaunch.rendezvous.cluster.standings import LOST_S
 from elaunch.rendezvous.membership import Generation, NodeDoc
 from elaunch.rendezvous.node.servers import ServerKeeper, ServerSettings
 from elaunch.rendezvous.rules.founding import (
@@ -241,6 +242,7 @@ class FoundingNode(Node):
         self.address = f"{name}:{len(world.all_nodes)}"
         self.life.liveness_address = self.address
         self.held_until_s = 0.0
+        self.silent_since_s: dict[str, float] = {}
         self.saw_ended: set[str] = set()
         self.newest = 0
         self.told: NodeDoc | None = None
@@ -408,6 +410,7 @@ class FoundingNode(Node):
             last_s = self.world.now_s if cluster.leader is not None else cluster.led_s
             self.held_until_s = last_s + lease_s * (1 - self.world.rng.random() / 3)
         self.server = None
+        self.silent_since_s = {}
         super().disconnect()
 
     def fall_silent(self) -> None:
@@ -516,7 +519,8 @@ class FoundingNode(Node):
         servers = self.opener.addresses
         there = {one for one in servers if self.founding_world.listens(self, one)}
         delay_s = self.world.rng.random() * ANSWER_S
-        self.world.at(delay_s, lambda: self.hear(generation, seats, answers, ended, servers, there))
+        asked_s = self.world.now_s
+        self.world.at(delay_s, lambda: self.hear(generation, seats, answers, ended, servers, there, asked_s))
 
     def connect_if_possible(self) -> None:
         if self.hosted.reaches(self):
@@ -530,6 +534,7 @@ class FoundingNode(Node):
         ended: set[str],
         servers: tuple[str, ...],
         there: set[str],
+        asked_s: float,
     ) -> None:
         if self.ended or self.connected:
             self.seeks = False
@@ -540,7 +545,10 @@ class FoundingNode(Node):
         dead = seen_ended([one for one in servers if one not in there], ended)
         loss = Loss(len(servers), len(there), dead, lapsed, self.servers.n_learners)
         others = {node: answers.get(node) for node in seats}
-        self.act(next_move(self.standing(away=True), generation, others, loss))
+        silent = [node for node, address in seats.items() if node not in answers and address not in ended]
+        self.silent_since_s = {node: self.silent_since_s.get(node, asked_s) for node in silent}
+        paused = [node for node in silent if self.silent_since_s[node] > self.world.now_s - LOST_S]
+        self.act(next_move(self.standing(away=True), generation, others, loss, paused))
         if not self.connected:
             self.world.at(ROUND_S, self.seek)
 

@@ -85,6 +85,22 @@ def test_both_nodes_that_lost_the_store_at_once_need_one_round_once_their_leases
     assert place.moved == ["10.0.0.2:29400"]
 
 
+def test_a_node_that_did_not_answer_just_now_is_not_lost_with_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its members would lose their processes, though it may answer in a moment (seen in tests.soak)."""
+    place = Place(monkeypatch)
+    place.now_s = LEASE_S + 0.01
+    place.answers.ended.add("10.0.0.1:1")
+    place.answers.standings["d"] = Standing("d", store="10.0.0.1:29400", generation=3, away=True, votes=True)
+    generation: Any = place.founder._replica.view.generation
+    generation.seats = (*SEATS, ("d", "10.0.0.4:1"), ("e", "10.0.0.5:1"))
+    monkeypatch.setattr("elaunch.rendezvous.rules.founding.may_go_on", lambda group, ended, generation: True)
+    place.answers.silent |= {"10.0.0.3:1", "10.0.0.5:1"}
+    place.answers.paused.add("10.0.0.3:1")
+    assert place.founder.seek() is None
+    assert place.founder._founding is not None
+    assert place.founder._founding.gone == ("a", "e"), "a has ended, and e been silent for long"
+
+
 def test_the_end_of_an_agent_that_its_store_had_lost_before_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have founded another one with others."""
     place = Place(monkeypatch)

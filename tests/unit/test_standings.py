@@ -28,7 +28,16 @@ from elaunch.rendezvous.cluster.inquiry import (
     read_answer,
     read_question,
 )
-from elaunch.rendezvous.cluster.standings import AGAIN_S, ANSWER_S, PATIENT_EVERY, NoAnswer, Rounds, ask, listens
+from elaunch.rendezvous.cluster.standings import (
+    AGAIN_S,
+    ANSWER_S,
+    LOST_S,
+    PATIENT_EVERY,
+    NoAnswer,
+    Rounds,
+    ask,
+    listens,
+)
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.rules.founding import Standing
 from tests.helpers import find_free_port, wait_until
@@ -206,6 +215,35 @@ def test_those_that_did_not_answer_hold_up_the_next_rounds_less(silent: str, mon
     now += 1.0
     rounds.ask({"c": silent}, TOKEN, ())
     assert waited["c"][-1] == ANSWER_S, "of another loss than before"
+
+
+def test_who_has_been_silent_for_long_has_not_only_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    answering = {"b"}
+
+    def look(node: str, address: str, token: str, within_s: float) -> object:
+        return replace(B, node=node) if node in answering else NoAnswer.SILENT
+
+    monkeypatch.setattr(standings, "_ask", look)
+    now = 0.0
+    rounds = Rounds(lambda: now)
+
+    def paused(after_s: float) -> set[str]:
+        nonlocal now
+        now += after_s
+        answers = rounds.ask({"b": "b:1", "c": "c:1"}, TOKEN, ())
+        assert answers is not None
+        return answers.paused
+
+    assert paused(10.0) == {"c:1"}
+    assert paused(LOST_S - 0.1) == {"c:1"}
+    answering.clear()
+    assert paused(0.1) == {"b:1"}, "c has not answered for long"
+    answering.update("bc")
+    assert paused(0.1) == set()
+    answering.remove("c")
+    assert paused(LOST_S) == {"c:1"}, "it has answered meanwhile"
+    rounds.begin()
+    assert paused(LOST_S) == {"c:1"}, "that is another loss"
 
 
 # -- a stranger that asks ---------------------------------------------------------------------------------------------
