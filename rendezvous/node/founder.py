@@ -24,6 +24,7 @@ from elaunch.rendezvous.rules.founding import (
     Move,
     Standing,
     better_store,
+    may_have_paused,
     next_move,
     seen_ended,
 )
@@ -241,10 +242,15 @@ class Founder:
         is_held = self._note_ended(answers.ended)
         self._stand(away=True)
         there = answers.listening
-        dead = seen_ended([one for one in servers if one not in there], answers.ended)
+        silent = [one for one in servers if one not in there]
+        dead = seen_ended(silent, answers.ended)
         loss = Loss(len(servers), len(there), dead, not is_held, self._replica.servers.n_learners)
         others = {node: answers.standings.get(node) for node in seats}
-        paused = [node for node, address in seats.items() if address in answers.paused]
+        paused = [
+            node
+            for node, address in seats.items()
+            if address in answers.paused and may_have_paused(address, silent, loss.lapsed)
+        ]
         return self._act(next_move(self.standing, generation, others, loss, paused), bool(there))
 
     def _wait_for_server(self, is_there: bool) -> float | None:

@@ -239,6 +239,19 @@ def absent_agents(view: View, missing: Collection[str]) -> frozenset[str]:
     return frozenset(address for node, address in seated if node in missing and address not in here)
 
 
+def may_have_paused(address: str, silent: Collection[str], lapsed: bool) -> bool:
+    """Returns whether an agent that did not answer just now may do so in a moment.
+
+    It may not where the store's server on its machine was not heard for a lease, and does not answer either.
+
+    Args:
+        address: the agent's.
+        silent: addresses of the servers of the store that do not answer.
+        lapsed: whether the lease of the node that asks has run out.
+    """
+    return not (lapsed and seen_ended(silent, (address,)))
+
+
 def seen_ended(addresses: Collection[str], ended: Collection[str]) -> int:
     """Returns how many of these addresses are on machines of agents that have ended."""
     hosts = {address.rpartition(":")[0] for address in ended}

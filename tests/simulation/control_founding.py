@@ -30,6 +30,7 @@ from elaunch.rendezvous.rules.founding import (
     Standing,
     absent_agents,
     better_store,
+    may_have_paused,
     next_move,
     seen_ended,
 )
@@ -542,12 +543,17 @@ class FoundingNode(Node):
         lapsed = self.world.now_s > self.held_until_s
         if not lapsed:
             self.saw_ended |= ended
-        dead = seen_ended([one for one in servers if one not in there], ended)
+        unheard = [one for one in servers if one not in there]
+        dead = seen_ended(unheard, ended)
         loss = Loss(len(servers), len(there), dead, lapsed, self.servers.n_learners)
         others = {node: answers.get(node) for node in seats}
         silent = [node for node, address in seats.items() if node not in answers and address not in ended]
         self.silent_since_s = {node: self.silent_since_s.get(node, asked_s) for node in silent}
-        paused = [node for node in silent if self.silent_since_s[node] > self.world.now_s - LOST_S]
+        paused = [
+            node
+            for node in silent
+            if self.silent_since_s[node] > self.world.now_s - LOST_S and may_have_paused(seats[node], unheard, lapsed)
+        ]
         self.act(next_move(self.standing(away=True), generation, others, loss, paused))
         if not self.connected:
             self.world.at(ROUND_S, self.seek)

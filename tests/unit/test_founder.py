@@ -101,6 +101,18 @@ def test_a_node_that_did_not_answer_just_now_is_not_lost_with_the_store(monkeypa
     assert place.founder._founding.gone == ("a", "e"), "a has ended, and e been silent for long"
 
 
+def test_a_silent_machine_is_lost_with_the_store_on_it_once_a_lease_has_run_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Place(monkeypatch)
+    place.now_s = LEASE_S + 0.01
+    place.answers.standings["c"] = Standing("c", store="10.0.0.1:29400", generation=3, away=True, votes=True)
+    place.answers.paused.add("10.0.0.1:1")
+    assert place.founder.seek() is None
+    assert place.founder._founding is not None
+    assert place.founder._founding.gone == ("a",)
+
+
 def test_the_end_of_an_agent_that_its_store_had_lost_before_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have founded another one with others."""
     place = Place(monkeypatch)

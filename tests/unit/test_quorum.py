@@ -27,6 +27,7 @@ from elaunch.rendezvous.rules.founding import (
     Standing,
     Stay,
     absent_agents,
+    may_have_paused,
     next_move,
 )
 from elaunch.rendezvous.rules.quorum import NUMBERS, has_say, is_majority, settle
@@ -199,6 +200,13 @@ def test_those_are_absent_that_are_missed_and_not_in_the_store() -> None:
     assert absent_agents(seen, ("a", "c")) == {"a:1"}
     anew = replace(node("b"), liveness_address="b:2")
     assert absent_agents(replace(seen, nodes=(anew,)), ("b",)) == {"b:1"}, "another agent is there"
+
+
+def test_a_machine_of_which_nothing_was_heard_for_a_lease_has_not_only_paused() -> None:
+    assert may_have_paused("10.0.0.1:4711", (), lapsed=True)
+    assert may_have_paused("10.0.0.1:4711", ("10.0.0.2:29400",), lapsed=True)
+    assert may_have_paused("10.0.0.1:4711", ("10.0.0.1:29400",), lapsed=False)
+    assert not may_have_paused("10.0.0.1:4711", ("10.0.0.2:29400", "10.0.0.1:29400"), lapsed=True)
 
 
 class TestNodesThatLostTheStore:
