@@ -112,13 +112,19 @@ class Faults:
         self.rig.start(fault.host)
 
     def _cut(self, fault: Fault) -> Iterator[Wait]:
-        if fault.seconds > EXPELS_S:
-            self._of_host(fault.host)
+        hosts = self._apart(fault) if fault.seconds > EXPELS_S else []
+        for host in hosts:
+            self._of_host(host)
         self.rig.net.plug(fault.host, into=False)
         yield fault.seconds
         self.rig.net.plug(fault.host, into=True)
-        if fault.seconds > EXPELS_S:
-            self.rig.hosts[fault.host].note_lost()
+        for host in hosts:
+            self.rig.hosts[host].note_lost()
+
+    def _apart(self, fault: Fault) -> list[str]:
+        """Returns the hosts that lose the store while this one is cut off: all others, where it alone serves that."""
+        alone = self.rig.round.store.startswith("first node") and self.rig.server(fault.host)[0] == fault.host
+        return list(self.rig.hosts) if alone else [fault.host]
 
     def _stop_store(self, fault: Fault) -> Iterator[Wait]:
         _, pid = self.rig.server(fault.host)
