@@ -122,7 +122,7 @@ class Faults:
             self.rig.hosts[host].note_lost()
 
     def _apart(self, fault: Fault) -> list[str]:
-        """Returns the hosts that lose the store while this one is cut off: all others, where it alone serves that."""
+        """Returns whom a cut may cost their place: its host, and all others where that alone serves the store."""
         alone = self.rig.round.store.startswith("first node") and self.rig.server(fault.host)[0] == fault.host
         return list(self.rig.hosts) if alone else [fault.host]
 
