@@ -33,24 +33,7 @@ from tests.helpers import scaled
 
 OTHERS = ("b/0#0", "b/1#0")
 LEAST, SEQUENCES = scaled(200, 500), 6000  # schedules: some of them, and more until all rows were met
-RARE = (
-    200,
-    214,
-    243,
-    247,
-    259,
-    262,
-    268,
-    291,
-    332,
-    338,
-    341,
-    418,
-    481,
-    731,
-    817,
-    862,
-)  # met new rows
+RARE = (200, 214, 243, 247, 259, 262, 268, 291, 332, 338, 418, 481, 731, 862)  # met new rows
 LENGTH = 60
 
 

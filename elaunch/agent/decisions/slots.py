@@ -98,7 +98,6 @@ class SlotEvent(enum.Enum):
     ADMIT = "a training generation names it"
     RELEASE = "a training generation lets it leave"
     OMIT = "a training generation does without it"
-    REJECT = "a training generation does without it, and none takes it in: its links failed again and again"
     JOIN = "it has entered a generation"
     COMMIT = "it saw a step commit"
     EVICT = "it is to leave for good"
@@ -117,9 +116,7 @@ def place_in(generation: Generation, worker: str) -> SlotEvent:
     """Returns what a training generation means for a worker."""
     if worker in generation.ranks:
         return SlotEvent.ADMIT
-    if worker in generation.leaving:
-        return SlotEvent.RELEASE
-    return SlotEvent.REJECT if worker in generation.streak.replaced else SlotEvent.OMIT
+    return SlotEvent.RELEASE if worker in generation.leaving else SlotEvent.OMIT
 
 
 class Effect(enum.Enum):
@@ -226,6 +223,7 @@ class Guard(enum.Enum):
 
     ALWAYS = ""
     ADMITTED = "a generation names it"
+    REPLACED = "its links failed again and again, so that none takes it in"
     BEFORE_TRAINING = "the job does not train yet"
     RESTARTS_USED_UP = "no restarts are left"
     FRUITLESS = f"{FRUITLESS_LIMIT} in a row saw no commit"
@@ -238,6 +236,8 @@ def holds(guard: Guard, slot: Slot, news: News) -> bool:
             return True
         case Guard.ADMITTED:
             return slot.admitted_generation > 0
+        case Guard.REPLACED:
+            return news.generation is not None and slot.worker in news.generation.streak.replaced
         case Guard.BEFORE_TRAINING:
             return not news.training
         case Guard.RESTARTS_USED_UP:
@@ -285,11 +285,10 @@ def _rows() -> Rows:
     stay(s.STARTING, e.ADMIT, f.NOTE_ADMISSION)
     stay(ALIVE - {s.STARTING, s.READY}, e.ADMIT, f.NOTE_ADMISSION, f.TELL)
     stay(ALIVE - {s.STARTING}, e.RELEASE, f.TELL)
-    stay((s.ATTACHED, s.READY, s.FINISHED), e.OMIT, f.TELL)
+    for state in (s.ATTACHED, s.READY):
+        row(state, e.OMIT, to(state, (f.KILL,), g.REPLACED), to(state, (f.TELL,)))
+    stay(s.FINISHED, e.OMIT, f.TELL)
     stay(_MEMBERS | _LEAVING | {s.JOINING}, e.OMIT, f.KILL)
-    # Also where its agent has heard of no generation that named it.
-    stay(ALIVE - {s.STARTING, s.FINISHED}, e.REJECT, f.KILL)
-    stay(s.FINISHED, e.REJECT, f.TELL)
     stay(_NEW | REACHABLE, e.REFUSE, f.NOTE_REFUSED)
 
     # It leaves, or finishes.
@@ -366,13 +365,9 @@ TRANSITIONS = _rows()
 
 IGNORED = (
     _ignored(_GONE, _MESSAGES, "the process has ended"),
+    _ignored(_GONE, (SlotEvent.ADMIT, SlotEvent.RELEASE, SlotEvent.OMIT), "there is no process to tell"),
     _ignored(
-        _GONE, (SlotEvent.ADMIT, SlotEvent.RELEASE, SlotEvent.OMIT, SlotEvent.REJECT), "there is no process to tell"
-    ),
-    _ignored(
-        {SlotState.STARTING},
-        (SlotEvent.RELEASE, SlotEvent.OMIT, SlotEvent.REJECT),
-        "it hears of the newest generation when it attaches",
+        {SlotState.STARTING}, (SlotEvent.RELEASE, SlotEvent.OMIT), "it hears of the newest generation when it attaches"
     ),
     _ignored(ALIVE - {SlotState.STARTING}, (SlotEvent.ATTACH,), "it is attached"),
     _ignored({SlotState.STARTING}, (SlotEvent.REGISTER,), "it has not attached"),
