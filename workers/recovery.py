@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import CollectiveFailed, ElaunchError, GenerationChanged, LinkLost, StateError, StepInterrupted
@@ -363,8 +364,11 @@ class Recovery:
         if group.rank == 0 and decision:
             self._client.send(Report("decision", {"generation": generation.number, **decision}))
 
-    def committed(self) -> float | None:
+    def committed(self, first_step: Mapping[str, Any]) -> float | None:
         """Tells that a step has committed: the transition before it, if any, is over.
+
+        Args:
+            first_step: what the event log is told of the first step after a transition.
 
         Returns:
             The seconds of the transition that do not depend on what moves: detection, links and the plan.
@@ -375,14 +379,15 @@ class Recovery:
             self._progressed = self.generation.number
             self._client.send(Progress(self._progressed))
             self._transport.settle(self._progressed)
-        return self.changed()
+        return self.changed(first_step)
 
-    def changed(self) -> float | None:
+    def changed(self, first_step: Mapping[str, Any] | None = None) -> float | None:
         """Tells that the transition is over, where no step follows it at once; returns what `committed` does."""
         transition, self._transition = self._transition, None
         if transition is None or self._group is None:
             return None
         if self._group.rank == 0:
+            transition.first_step = first_step or {}
             fields = {"generation": self.generation.number, **transition.event(time.time())}
             self._client.send(Report("transition", fields))
         return transition.fixed_s

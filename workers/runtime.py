@@ -113,7 +113,7 @@ class Member(Planned):
         self._transport.watch(self.native.poison)
         self.torch_groups = TorchGroups(lambda: self.group, self.device.type, self.native, lambda: self.generation)
         parts = self.checkpoints, self.policy, self._reports, self.native, self.torch_groups.works
-        self._hooks = RuntimeHooks(client.worker, hooks, step, *parts)
+        self._hooks = RuntimeHooks(client, hooks, step, *parts)
         self._recovery = Recovery(client, self._transport, self._hooks)
         self._notes = Notes()
         self._change_due = self._replan_due = False
@@ -246,6 +246,7 @@ class Member(Planned):
                     self.checkpoints.boundary(self.group, self._hooks.step, self._durable)
                 if prepare is not None:
                     prepare(self.group)
+                self._hooks.swaps.begin(self.group, self._hooks.step)
                 return
             except StepInterrupted as error:
                 self.agree(error)
@@ -314,9 +315,7 @@ class Member(Planned):
         self._hooks.entered = False
         self._reports.hear(whole.logged)
         self._reports.copied = whole.copied[0] if whole.copied != UNSAID else None
-        if self.native.passed(whole.native) and self.rank == 0:
-            opened = {"backend": self.native.backend, "opened_s": round(self.native.opened_s, 6)}
-            self.send("collectives", {"step": record.step[0] + 1, **opened})
+        self._hooks.swaps.committed(self.group, whole)
         self._notes = Notes(whole.notes)
         self._change_due = self._recovery.all_know(whole.generation)
         return whole
@@ -340,7 +339,7 @@ class Member(Planned):
     def committed(self, steps: int) -> None:
         """Tells that so many steps have committed here, also where the agreement of a recovery committed the last."""
         heartbeat.committed(steps)
-        changed_s = self._recovery.committed()
+        changed_s = self._recovery.committed(self._hooks.swaps.first_step)
         if changed_s is not None:
             self.policy.change_took(changed_s)
 

@@ -27,7 +27,8 @@ from elaunch.workers.comm.native import ended, groups
 from elaunch.workers.comm.native.bulk import Bulk
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.data_parallel.reducer import NativeSums
-from elaunch.workers.member import runtime_hooks
+from elaunch.workers.member import runtime_hooks, swaps
+from elaunch.workers.member.swap_choice import MARGIN, SwapChoice
 from tests.simulation.processes import Process
 
 if TYPE_CHECKING:
@@ -390,6 +391,9 @@ def backends_of(world: JobWorld) -> Iterator[None]:
         )
         patches.enter_context(patch.object(runtime, "within", lambda *limit: nullcontext()))  # by a real clock
         patches.enter_context(patch.object(runtime_hooks, "store_of", partial(store_of, world)))
+        patches.enter_context(patch.object(swaps, "time", world.clock))
+        choice = SwapChoice(True, world.awaited_s / MARGIN, 9.0, 0.0) if world.awaited_s else None
+        patches.enter_context(patch.object(swaps, "choose", lambda reports, size: choice if size > 1 else None))
         yield
 
 

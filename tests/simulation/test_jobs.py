@@ -20,7 +20,7 @@ from elaunch.workers.comm import group, transport
 from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.data_parallel import reducer
-from elaunch.workers.member import reports
+from elaunch.workers.member import reports, swaps
 from elaunch.workers.recovery import Recovery
 from tests.helpers import soak
 from tests.simulation.jobs import simulate, simulate_all
@@ -210,7 +210,7 @@ def _does_the_step_again_while_the_backend_still_writes() -> Any:
 
 
 def _looks_at_no_link_while_it_waits() -> Any:
-    return transport.Transport, "check", lambda self, peers: None
+    return transport.Transport, "check", lambda self, peers, generation=None: None
 
 
 def _leaves_a_failed_device_to_itself() -> Any:
@@ -229,7 +229,12 @@ def _does_not_name_those_that_it_left_in_an_agreement() -> Any:
     return reports, "_gone", gone
 
 
+def _waits_for_a_group_that_only_some_come_to_have() -> Any:
+    return swaps, "_combined", max
+
+
 NATIVE_DEFECTS = [
+    (_waits_for_a_group_that_only_some_come_to_have, (230, 430)),
     (_takes_a_group_that_others_may_not_have, (10,)),
     (_takes_a_group_as_soon_as_it_is_open, (0,)),
     (_closes_a_group_before_the_votes, (0,)),

@@ -46,6 +46,7 @@ class JobWorld(World):
         self.native_values: dict[str, Any] = {}
         self.carriers: dict[tuple[int, int], tuple[str, bool]] = {}
         self.refusals = 0.0  # how many openings of native groups fail
+        self.awaited_s = (0.0, 0.0, 0.02, 5.0)[case.seed % 4]  # so long the members wait for theirs before a first step
         self.clock = _Clock(self)
         self.step_s = 0.4
         self.log: dict[tuple[int, int], list[tuple[str, bool]]] = {}

@@ -6,6 +6,8 @@
     notes             what members tell each other beside the record of the commit barrier; pure
     reports           the lines of the event log on steps that have committed
     transition_times  how long a change takes, for the event log; pure
+    swaps             when the members go over from links to their native group
+    swap_choice       whether they wait for it before the first step of a generation; pure
     torch_groups      the default group of `torch.distributed`, and device meshes
 
 Use `Member` of `elaunch.workers.runtime`. Only `torch_groups` imports torch.

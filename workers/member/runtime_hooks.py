@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from elaunch.rendezvous.membership import Generation
+from elaunch.workers.agent_client import Client
 from elaunch.workers.checkpoints import Checkpoints
 from elaunch.workers.comm.c10d.native import NativeWorks
 from elaunch.workers.comm.c10d.store import store_of
@@ -17,6 +18,7 @@ from elaunch.workers.hooks import Hooks, Verdict, Vote
 from elaunch.workers.member.policy import Policy
 from elaunch.workers.member.replans import REPLAN, Replans
 from elaunch.workers.member.reports import StepReports, is_planned
+from elaunch.workers.member.swaps import Swaps
 from elaunch.workers.state.paths.offers import Offers
 
 NATIVE = "elaunch.native"
@@ -27,7 +29,7 @@ class RuntimeHooks:
     """What `Recovery` calls on a member.
 
     Args:
-        worker: identity of this worker.
+        client: the channel to this worker's agent.
         hooks: the framework's.
         step: returns the number of steps that have committed here; by default, what the hooks vote.
         checkpoints, policy, reports, native, works: of this worker.
@@ -36,11 +38,12 @@ class RuntimeHooks:
         entered: whether this worker has complete gradients of a step that has not committed: what it votes.
         group: the members, or in `transfer` those of the next generation; None before this worker joins.
         replans: the plans that the script asks for.
+        swaps: when the members go over from links to native groups.
     """
 
     def __init__(
         self,
-        worker: str,
+        client: Client,
         hooks: Hooks,
         step: Callable[[], int] | None,
         checkpoints: Checkpoints,
@@ -49,10 +52,10 @@ class RuntimeHooks:
         native: NativeGroups,
         works: NativeWorks,
     ) -> None:
-        self._worker, self._hooks, self._step = worker, hooks, step
+        self._hooks, self._step = hooks, step
         self._checkpoints, self._policy, self._reports = checkpoints, policy, reports
         self._native, self._works = native, works
-        self._offers = Offers(native)
+        self._offers, self.swaps = Offers(native), Swaps(client, native)
         self.entered = False
         self.group: Group | None = None
         self.replans = Replans()
@@ -70,8 +73,9 @@ class RuntimeHooks:
     def vote(self) -> Vote:
         """Adds to the framework's vote what the runtime tells the others."""
         vote, saved = self._hooks.vote(), self._checkpoints
-        ours = {NATIVE: self._native.ready(), REPLAN: self.replans.facts(), **self._offers.facts()}
-        facts = {**vote.facts, **ours, **self._reports.facts(self._first, self._agreed), **self._policy.facts()}
+        ours = {NATIVE: self._native.ready(), REPLAN: self.replans.facts()}
+        measured = self._offers.facts() | self.swaps.facts() | self._policy.facts()
+        facts = {**vote.facts, **ours, **measured, **self._reports.facts(self._first, self._agreed)}
         newest = saved.newest()
         return replace(vote, facts=facts, saved=vote.saved if newest is None else newest, every=saved.every)
 
@@ -86,6 +90,7 @@ class RuntimeHooks:
         self._native.settled([facts.get(NATIVE, 0) for facts in verdict.facts])
         self.replans.agreed(verdict)
         self._offers.agreed(verdict.facts, lambda: store_of(generation))
+        self.swaps.agreed(verdict)
         self._hooks.agreed(generation, verdict)
         self.entered = False
         self._reports.inherit(verdict)
@@ -111,6 +116,7 @@ class RuntimeHooks:
         self.replans.resumed(generation.number)
         self.entered = False
         self._checkpoints.entered(group.members, verdict.fresh and verdict.saved is None)
+        self.swaps.entered(verdict)
         self._native.state_moved()
         self._native.enter(generation.number, group.members, group.rank, lambda: store_of(generation))
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(group.rank), str(group.size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ class TransitionTimes:
         bytes_moved: of tensors that all receivers got together, and `moved_over` the path that they took.
         unsettled: members of the agreements that did not come to an end here.
         freed_s: the longest time from the news until a member waited no more; None: no member has told of any.
+        first_step: what carried the first step after it, and the estimate by which that was chosen; empty: there was
+            none.
     """
 
     cause: str = ""
@@ -30,6 +32,7 @@ class TransitionTimes:
     moved_over: str | None = None
     unsettled: set[str] = field(default_factory=set)
     freed_s: float | None = None
+    first_step: Mapping[str, Any] = field(default_factory=dict)
 
     def freed(self, told_s: Iterable[float | None]) -> None:
         """Takes note of how long members, of which some tell nothing, still waited after the news."""
@@ -53,6 +56,7 @@ class TransitionTimes:
             "bytes_moved": self.bytes_moved,
             **moved_over,
             **freed,
+            **({"first_step": dict(self.first_step)} if self.first_step else {}),
             "phases": {name: round(seconds, 6) for name, seconds in phases.items()},
             "total_s": round(total_s, 6),
         }

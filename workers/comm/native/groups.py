@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,6 +21,9 @@ MEET_TIMEOUT_S = 120.0
 """For the members to come to the opening; a slow one loads its state meanwhile."""
 
 FIRST_LOOK_S, LONGEST_LOOK_S = 0.002, 0.1
+LOOK_S = 0.02
+"""From one look at the links to the next, while the training thread waits for an opening."""
+
 END_S = 10.0
 """For a backend to end what it is about when this worker leaves."""
 
@@ -34,6 +38,9 @@ STATE = "state"
 
 GIVE_UP_S = 10.0
 """For a group in which state is to move to stand here; then links are quicker."""
+
+MOST_OPENINGS = 4
+"""Of which what they took is remembered."""
 
 Connect = Callable[[], dist.Store]
 
@@ -128,6 +135,7 @@ class NativeGroups:
         self._members: tuple[str, ...] = ()
         self._failures = 0
         self._warm_up: WarmUp | None = None
+        self._openings: deque[tuple[int, float]] = deque(maxlen=MOST_OPENINGS)
         self.needs: Callable[[tuple[str, ...]], Needs] = lambda members: [GroupKey(EVERYONE, members)]
 
     @property
@@ -141,6 +149,11 @@ class NativeGroups:
         """The groups of this worker that are used from the step on that begins now; empty: links serve."""
         newest = self._newest
         return newest.bulks if newest is not None and newest.in_use else {}
+
+    @property
+    def serve(self) -> bool:
+        """Whether the members use their groups, alike on all, of which this worker may have none."""
+        return self._newest is not None and self._newest.in_use
 
     def serves(self, needs: Needs) -> bool:
         """Returns whether the groups are in use, alike on all members, and are those of these needs."""
@@ -156,6 +169,23 @@ class NativeGroups:
     def opened_s(self) -> float:
         """Seconds that the opening of the newest groups took here."""
         return self._newest.seconds if self._newest is not None else 0.0
+
+    @property
+    def openings(self) -> tuple[tuple[int, float], ...]:
+        """Members and seconds of the newest openings of a group of all members alone, the newest last."""
+        with self._lock:
+            return tuple(self._openings)
+
+    def await_open(self, longest_s: float, look: Callable[[], object]) -> None:
+        """Waits until what is being opened is open here or cannot be, or the generation is over.
+
+        Args:
+            longest_s: seconds after which it returns anyway.
+            look: called every 0.02 s meanwhile; what it raises ends the wait.
+        """
+        newest = self._newest
+        if newest is not None:
+            self._await(newest, longest_s, look)
 
     def ready(self) -> int:
         """Returns the number of the generation whose groups are open here, for the commit barrier; 0: of none."""
@@ -232,7 +262,7 @@ class NativeGroups:
 
         Args:
             generation, members, rank, connect: as for `enter`.
-            look: called every 0.1 s while this worker waits; what it raises ends the wait.
+            look: called every 0.02 s while this worker waits; what it raises ends the wait.
 
         Returns:
             Why it does not stand here; "": it does.
@@ -244,11 +274,8 @@ class NativeGroups:
         key = newest.state_key
         if not self._add(newest, [key]):
             return "the members have changed"
-        thread = self._open_later(newest, [key])
-        end_s = time.monotonic() + GIVE_UP_S
-        while thread is not None and thread.is_alive() and time.monotonic() < end_s and not newest.poisoned:
-            thread.join(LONGEST_LOOK_S)
-            look()
+        self._open_later(newest, [key])
+        self._await(newest, GIVE_UP_S, look)
         if key in newest.is_open:
             return ""
         newest.bulks[key].poison()
@@ -309,11 +336,19 @@ class NativeGroups:
             self._newest = opening
         return True
 
-    def _open_later(self, opening: _Opening, keys: Sequence[GroupKey]) -> threading.Thread | None:
+    def _open_later(self, opening: _Opening, keys: Sequence[GroupKey]) -> None:
         before = opening.last
         if keys:
             opening.last = self._start("elaunch-native-open", lambda: self._open(opening, keys, before))
-        return opening.last
+
+    def _await(self, opening: _Opening, longest_s: float, look: Callable[[], object]) -> None:
+        """Waits for the thread that opens what was asked for last."""
+        thread, end_s = opening.last, time.monotonic() + longest_s
+        while thread is not None and thread.is_alive() and not opening.poisoned:
+            if (left_s := end_s - time.monotonic()) <= 0:
+                return
+            thread.join(min(left_s, LOOK_S))
+            look()
 
     def passed(self, ready: tuple[int, int]) -> bool:
         """Takes note of what all members brought to a commit barrier; returns whether they use the groups from now on.
@@ -422,7 +457,11 @@ class NativeGroups:
                     opening.is_open.add(key)
             if key not in opening.is_open:
                 _give_back(bulk)
-        opening.seconds += time.monotonic() - begin_s
+        seconds, everyone = time.monotonic() - begin_s, GroupKey(EVERYONE, opening.members)
+        opening.seconds += seconds
+        with self._lock:
+            if keys == [everyone] and everyone in opening.is_open:
+                self._openings.append((len(opening.members), seconds))
 
     def _refused(self, opening: _Opening, bulks: Mapping[GroupKey, Bulk], error: RuntimeError) -> None:
         key, bulk = next(iter(bulks.items()))
