@@ -246,7 +246,7 @@ class Member(Planned):
                     self.checkpoints.boundary(self.group, self._hooks.step, self._durable)
                 if prepare is not None:
                     prepare(self.group)
-                self._hooks.swaps.begin(self.group, self._hooks.step)
+                self._hooks.swaps.begin(self.group, lambda: self._hooks.step)
                 return
             except StepInterrupted as error:
                 self.agree(error)

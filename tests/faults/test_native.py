@@ -201,6 +201,25 @@ def test_links_and_native_groups_give_the_same_weights_at_whichever_steps_they_t
 
 
 @pytest.mark.timeout(200)
+def test_a_step_is_done_again_in_the_new_group_where_that_is_quicker_also_if_one_dies_while_all_wait_for_it(
+    spawn: Spawner, tmp_path: Path
+) -> None:
+    node = hurt(spawn, tmp_path, "--awaits", "--fault=1:8:sum:kill", "--dies-opening=2:8")
+    ends = [event for event in node.events("worker_exited") if event.get("signal")]
+    assert [event["worker"] for event in ends] == ["node0/1#0", "node0/2#0"]
+    natively, together = carried(node), [event for event in node.events("step") if event["members"] > 1]
+    over_links = [event["step"] for event in together if not natively[event["step"]][1]]
+    assert not over_links
+    again = next(event for event in together if event["t"] > ends[1]["t"])
+    assert again["members"] < WORKERS
+    change = next(event for event in node.events("transition") if event["generation"] == again["generation"])
+    assert change["interrupted"]
+    assert change["first_step"]["over"] == "native"
+    assert change["first_step"]["waited_s"] > 0
+    assert (change["first_step"]["open_s"], change["first_step"]["links_s"]) == (30.0, 120.0)
+
+
+@pytest.mark.timeout(200)
 def test_where_one_member_cannot_open_its_group_links_serve_and_a_line_says_so(spawn: Spawner, tmp_path: Path) -> None:
     node = hurt(spawn, tmp_path, "--refuse=1", workers=2)
     assert node.events("collectives") == []

@@ -11,6 +11,9 @@ step from STEP on in which the whole crew is there and sums natively, at
 
 `--device` gives the groups the manners of a device's: whoever waits goes on at once, a sum that was cut off leaves
 garbage in the tensor, and only the group itself tells of that.
+
+`--awaits` has workers tell each other that steps over links are slow and openings quick, so that all wait for their
+group before the first step of a generation; `--dies-opening SLOT:STEP` ends the first worker of a slot meanwhile.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from elaunch.workers import runtime
 from elaunch.workers.comm.native.gloo import GlooBulk
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.job import BaseJob
+from elaunch.workers.member.swap_choice import StepTimes
 from tests.jobs import come_late, say, train
 from tests.jobs.eager import compile_nothing
 
@@ -139,6 +143,29 @@ def hold_back(job: elaunch.Job, steps: list[int]) -> None:
     NativeGroups.ready = ready_late  # type: ignore[method-assign]
 
 
+def measure(awaits: bool) -> None:
+    """Has this worker measure what makes the members wait for their groups, or nothing.
+
+    Steps of this script take as long as it sleeps in them.
+    """
+    StepTimes.figures = lambda self: (120.0, 0.1) if awaits else None  # type: ignore[method-assign]
+    if awaits:
+        NativeGroups.openings = ((99, 30.0),)  # type: ignore[assignment]
+
+
+def die_opening(job: elaunch.Job, fault: str) -> None:
+    """Has this worker die in the first opening from a step on, where the others have come to it."""
+    slot, step = map(int, fault.split(":"))
+    opens = GlooBulk.open
+
+    def open_or_die(self: GlooBulk, *arguments: Any, **more: Any) -> None:
+        if job.worker.endswith(f"/{slot}#0") and job.step >= step:
+            hurt()
+        opens(self, *arguments, **more)
+
+    GlooBulk.open = open_or_die  # type: ignore[method-assign]
+
+
 def main() -> None:
     come_late()
     compile_nothing()
@@ -152,6 +179,8 @@ def main() -> None:
     parser.add_argument("--refuse", default="", help="SLOT whose groups cannot be opened")
     parser.add_argument("--native-from", type=int, action="append", default=[], help="step from which a group is used")
     parser.add_argument("--relink-at", type=int, default=-1, help="step at which a link breaks")
+    parser.add_argument("--awaits", action="store_true", help="first steps wait for the group of their generation")
+    parser.add_argument("--dies-opening", default="", help="SLOT:STEP from which it dies when a group opens")
     args = parser.parse_args()
     slot = os.environ.get("LOCAL_RANK", "0")
 
@@ -162,7 +191,10 @@ def main() -> None:
         runtime.maker = lambda host, device: lambda: DeviceLike(host)  # type: ignore[attr-defined]
     if args.refuse == slot:
         GlooBulk.open = refuse  # type: ignore[method-assign]
+    measure(args.awaits)
     job = elaunch.init()
+    if args.dies_opening:
+        die_opening(job, args.dies_opening)
     faults = NativeFaults(job, args.fault, args.crew)
     if args.native_from:
         hold_back(job, args.native_from)

@@ -140,6 +140,18 @@ class TestStepTimes:
             times.add(2, True, 1.0)
         assert times.figures() == (2.0, 1.0)
 
+    def test_whoever_joins_takes_over_what_the_others_know_of_steps_until_it_has_seen_both_kinds(self) -> None:
+        times = StepTimes()
+        times.hear([None, QUICK, SwapReport(((3, 0.1),), 0.7, 0.2), None])
+        assert times.figures() == (0.7, 0.2), "of the one that gains least"
+        times.hear([None, None])
+        assert times.figures() == (0.7, 0.2)
+        for natively, took_s in [(True, 0.3), (False, 0.8)] * 2:
+            assert times.figures() == (0.7, 0.2)
+            times.add(3, natively, took_s)
+        times.hear([QUICK])
+        assert times.figures() == (0.8, 0.3)
+
     @given(st.lists(st.tuples(st.integers(2, 9), st.booleans(), seconds), max_size=60))
     def test_the_newest_few_count_as_a_list_of_all_steps_has_it(self, steps: list[tuple[int, bool, float]]) -> None:
         times = StepTimes()
@@ -183,7 +195,9 @@ class Waiters:
 
     def begin(self) -> list[Task]:
         """Each begins step 7 in a thread of its own."""
-        return [Task(partial(swaps.begin, group, 7)) for swaps, group in zip(self.swaps, self.groups, strict=True)]
+        return [
+            Task(partial(swaps.begin, group, lambda: 7)) for swaps, group in zip(self.swaps, self.groups, strict=True)
+        ]
 
     def open(self, *places: int) -> None:
         for place in places:
@@ -214,7 +228,7 @@ def test_the_first_step_is_done_in_the_group_for_which_the_members_wait() -> Non
         begun = crew_of.begin()
         crew_of.open(0, 1)
         assert all(task.running for task in begun), "one has no group yet"
-        assert not any(native.serve for native in crew_of.natives)
+        assert not any(native.are_used for native in crew_of.natives)
         crew_of.open(2)
         for task in begun:
             task.result(20)
@@ -235,7 +249,7 @@ def test_where_links_are_quicker_or_nothing_was_measured_nobody_waits_and_the_sw
         crew_of.agree(report)
         for task in crew_of.begin():
             task.result(20)
-        assert not any(native.serve for native in crew_of.natives)
+        assert not any(native.are_used for native in crew_of.natives)
         told = {"over": "links", "waited_s": 0.0, "open_s": 30.0, "links_s": 1.0, "native_s": 1.0}
         assert [dict(swaps.first_step) for swaps in crew_of.swaps] == [{} if report is None else told] * 2
         crew_of.open(0, 1)
@@ -243,9 +257,9 @@ def test_where_links_are_quicker_or_nothing_was_measured_nobody_waits_and_the_sw
             wait_until(lambda native=native: native.ready() == 1, 20, "the group to open")  # type: ignore[misc]
         for swaps, group in zip(crew_of.swaps, crew_of.groups, strict=True):
             swaps.committed(group, StepRecord.at(7, native=(0, 1)))
-            assert not swaps._native.serve, "not all have it"
+            assert not swaps._native.are_used, "not all have it"
             swaps.committed(group, StepRecord.at(8, native=(1, 1)))
-            assert swaps._native.serve
+            assert swaps._native.are_used
         assert [(event["generation"], event["step"]) for event in crew_of.events()] == [(1, 9)]
 
 
@@ -261,7 +275,7 @@ def test_an_opening_that_fails_on_one_member_leaves_the_step_to_links_on_all(
         crew_of.agree(LONG)
         for task in crew_of.begin():
             task.result(20)  # much less than the wait may last
-        assert not any(native.serve for native in crew_of.natives)
+        assert not any(native.are_used for native in crew_of.natives)
         assert {swaps.first_step["over"] for swaps in crew_of.swaps} == {"links"}
         assert crew_of.events() == []
     assert "links serve: no route to host" in capsys.readouterr().err
@@ -273,39 +287,38 @@ def test_an_opening_that_takes_longer_than_its_bound_is_not_waited_for_and_serve
         crew_of.open(0)
         for task in crew_of.begin():
             task.result(20)
-        assert not any(native.serve for native in crew_of.natives)
+        assert not any(native.are_used for native in crew_of.natives)
         assert all(swaps.first_step["waited_s"] >= 0.05 for swaps in crew_of.swaps)
         crew_of.open(1)
         wait_until(lambda: all(native.ready() for native in crew_of.natives), 20, "the groups to open")
         for swaps, group in zip(crew_of.swaps, crew_of.groups, strict=True):
             swaps.committed(group, StepRecord.at(7, native=(1, 1)))
-        assert all(native.serve for native in crew_of.natives)
+        assert all(native.are_used for native in crew_of.natives)
 
 
 def test_whoever_waits_for_the_group_of_one_that_dies_is_freed() -> None:
     with waiters(3) as crew_of:
         crew_of.agree(LONG)
-        crew_of.open(0, 1)
         begun = crew_of.begin()
         assert all(task.running for task in begun)
         crew_of.groups[2].transport.close()
         found = outcomes([partial(task.result, 20) for task in begun[:2]])
         assert all(isinstance(one, LinkLost) and one.peer == crew_of.members[2] for one in found), found
-        assert not any(native.serve for native in crew_of.natives)
+        assert not any(native.are_used for native in crew_of.natives)
 
 
 def test_one_that_dies_before_it_says_what_it_has_leaves_nobody_with_the_group() -> None:
     with waiters(3) as crew_of:
         crew_of.agree(LONG)
         crew_of.open(0, 1, 2)
-        begun = [Task(partial(one.begin, group, 7)) for one, group in zip(crew_of.swaps[:2], crew_of.groups)]
+        begun = [Task(partial(one.begin, group, lambda: 7)) for one, group in zip(crew_of.swaps[:2], crew_of.groups)]
         for native in crew_of.natives:
             wait_until(lambda native=native: native.ready() == 1, 20, "the group to open")  # type: ignore[misc]
         assert all(task.running for task in begun), "the third one has not said so"
         crew_of.groups[2].transport.close()
         found = outcomes([partial(task.result, 20) for task in begun])
         assert all(isinstance(one, StepInterrupted) for one in found), found
-        assert not any(native.serve for native in crew_of.natives)
+        assert not any(native.are_used for native in crew_of.natives)
 
 
 def test_a_newer_generation_ends_the_wait_and_the_next_agreement_begins_anew() -> None:
@@ -325,8 +338,10 @@ def test_a_newer_generation_ends_the_wait_and_the_next_agreement_begins_anew() -
         for place, (swaps, native) in enumerate(zip(crew_of.swaps, crew_of.natives, strict=True)):
             swaps.agreed(Verdict(7, (), places, (), facts=({}, {})))
             native.enter(2, crew_of.members, place, lambda: store)
-            swaps.begin(Group(crew_of.groups[place].transport, 2, crew_of.members), 7)  # nobody waits: links serve
-            assert not native.serve
+            swaps.begin(
+                Group(crew_of.groups[place].transport, 2, crew_of.members), lambda: 7
+            )  # nobody waits: links serve
+            assert not native.are_used
             assert dict(swaps.first_step) == {}
 
 
@@ -339,15 +354,29 @@ def test_a_member_tells_what_it_has_measured_once_it_has_all_of_it(monkeypatch: 
         swaps.agreed(Verdict(0, (), (0,), (), fresh=True, facts=({},)))
         swaps.entered(Verdict(0, (), (0,), (), fresh=True))
         serves, openings = [False], list[tuple[int, float]]()
-        monkeypatch.setattr(NativeGroups, "serve", property(lambda self: serves[0]))
+        monkeypatch.setattr(NativeGroups, "are_used", property(lambda self: serves[0]))
         monkeypatch.setattr(NativeGroups, "openings", property(lambda self: tuple(openings)))
         for step in range(8):
             serves[0] = step >= WARM_UP_STEPS + 2
-            swaps.begin(group, step)
+            swaps.begin(group, lambda step=step: step)  # type: ignore[misc]
             swaps.committed(group, StepRecord.at(step))
             assert swaps.facts() == {}, "no group has been opened"
         openings.append((3, 0.25))
         assert swaps.facts() == {SWAP: {"openings": [[3, 0.25]], "links_s": 1.0, "native_s": 1.0}}
+
+
+def test_a_newcomer_tells_its_own_openings_with_what_it_has_heard_of_steps() -> None:
+    with waiters(2) as crew_of:
+        crew_of.agree(None)
+        joined = crew_of.swaps[1]
+        joined.agreed(Verdict(7, (), (0,), (1,), facts=({SWAP: LONG.to_json()}, {})))
+        assert joined.facts() == {}, "it has opened no group"
+        crew_of.open(0, 1)
+        for native in crew_of.natives:
+            native.await_open(20, lambda: None)
+        (told,) = joined.facts().values()
+        assert [size for size, _ in told.pop("openings")] == [2]
+        assert told == {"links_s": 100.0, "native_s": 1.0}
 
 
 def test_what_openings_of_the_group_of_all_members_took_is_remembered() -> None:

@@ -42,3 +42,10 @@ def test_of_the_members_that_were_freed_the_last_one_counts() -> None:
     times.freed([0.004, 0.02, 0.0])
     times.freed([0.01])
     assert times.event(1.0)["freed_s"] == 0.02
+
+
+def test_what_carried_the_first_step_is_told_where_there_was_an_estimate() -> None:
+    times = TransitionTimes()
+    assert "first_step" not in times.event(1.0)
+    times.first_step = {"over": "native", "waited_s": 0.25, "open_s": 0.25, "links_s": 2.0, "native_s": 1.0}
+    assert times.event(1.0)["first_step"] == times.first_step

@@ -38,7 +38,7 @@ Opened = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class SwapReport:
-    """What one member has measured in its process.
+    """What one member has measured in its process, or of steps has heard of the others.
 
     Attributes:
         openings: the newest of groups of all members, the newest last.
@@ -99,7 +99,7 @@ class SwapChoice:
 
 
 def choose(reports: Sequence[SwapReport | None], size: int) -> SwapChoice | None:
-    """Returns whether the members wait; None: a member has not measured all of it, and links serve.
+    """Returns whether the members wait; None: a member knows not all of it, and links serve.
 
     Args:
         reports: of all members.
@@ -109,8 +109,12 @@ def choose(reports: Sequence[SwapReport | None], size: int) -> SwapChoice | None
     openings = [seconds for one in told if (seconds := one.open_s(size)) is not None]
     if size < 2 or len(openings) < len(reports):
         return None
-    slowest_s, least = max(openings), min(told, key=lambda one: (one.gain_s, one.links_s))
+    slowest_s, least = max(openings), _gaining_least(told)
     return SwapChoice(MARGIN * slowest_s <= least.gain_s, slowest_s, least.links_s, least.native_s)
+
+
+def _gaining_least(told: Sequence[SwapReport]) -> SwapReport:
+    return min(told, key=lambda one: (one.gain_s, one.links_s))
 
 
 class StepTimes:
@@ -122,6 +126,17 @@ class StepTimes:
     def __init__(self) -> None:
         self._taken: dict[int, dict[bool, deque[float]]] = {}  # the size of the newest step is the last
         self._left_out = 0
+        self._heard: tuple[float, float] | None = None
+
+    def hear(self, reports: Sequence[SwapReport | None]) -> None:
+        """Takes over what the members have told, as long as this worker has not measured both kinds of step itself.
+
+        A step takes all of them equally long. Whoever has joined would else keep the others from an estimate for long:
+        it may see no step over links before the next change.
+        """
+        if told := [one for one in reports if one is not None]:
+            least = _gaining_least(told)
+            self._heard = least.links_s, least.native_s
 
     def leave_out(self, steps: int) -> None:
         """Has so many steps from now on not count."""
@@ -143,7 +158,7 @@ class StepTimes:
             del self._taken[next(iter(self._taken))]
 
     def figures(self) -> tuple[float, float] | None:
-        """Returns the seconds of a step over links, and of one in a native group; None: not both were measured.
+        """Returns the seconds of a step over links, and of one in a native group; None: not both are known.
 
         Of those over links it is the least that counts. Most follow a change, and memory is allocated in them and
         kernels are chosen, for which links are not to blame.
@@ -151,4 +166,4 @@ class StepTimes:
         for taken in reversed(self._taken.values()):
             if all(len(steps) >= LEAST for steps in taken.values()):
                 return min(taken[False]), median(taken[True])
-        return None
+        return self._heard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from elaunch.wire import Report
@@ -17,7 +17,7 @@ from elaunch.workers.hooks import Verdict
 from elaunch.workers.member.swap_choice import WARM_UP_STEPS, StepTimes, SwapChoice, SwapReport, choose
 
 SWAP = "elaunch.swap"
-"""Among the facts of a vote: the voter's `SwapReport`, if it has measured all of it."""
+"""Among the facts of a vote: the voter's `SwapReport`, if it knows all of it."""
 
 _SPAN = struct.Struct("<2Q")
 
@@ -51,18 +51,19 @@ class Swaps:
         told = [facts.get(SWAP) for facts in verdict.facts]
         reports = [SwapReport.of(one) if one is not None else None for one in told]
         self._choice, self.first_step = choose(reports, len(reports)), {}
+        self._times.hear(reports)
 
     def entered(self, verdict: Verdict) -> None:
         """A generation begins."""
         if verdict.fresh or verdict.receivers:
             self._times.leave_out(WARM_UP_STEPS)
 
-    def begin(self, group: Group, step: int) -> None:
+    def begin(self, group: Group, step: Callable[[], int]) -> None:
         """A step begins; all members call it alike. Before the first one they wait for their group, if they chose to.
 
         Args:
             group: of the members.
-            step: its number, from 0.
+            step: returns its number, from 0.
 
         Raises:
             StepInterrupted: while they waited a member was lost, or the membership changed.
@@ -73,9 +74,9 @@ class Swaps:
             if choice.waits:
                 self._await(group, step, choice.longest_s)
             waited_s = time.monotonic() - begin_s if choice.waits else 0.0
-            over = "native" if self._native.serve else "links"
+            over = "native" if self._native.are_used else "links"
             self.first_step = {"over": over, "waited_s": round(waited_s, 6), **choice.fields()}
-        self._step = time.monotonic(), self._native.serve
+        self._step = time.monotonic(), self._native.are_used
 
     def committed(self, group: Group, record: StepRecord) -> None:
         """The step has committed: the members use the group from the next one on, if all said that it is open.
@@ -88,9 +89,9 @@ class Swaps:
             begin_s, natively = self._step
             self._times.add(group.size, natively, time.monotonic() - begin_s)
             self._step = None
-        self._swap(group, record.native, record.step[0] + 1)
+        self._swap(group, record.native, lambda: record.step[0] + 1)
 
-    def _await(self, group: Group, step: int, longest_s: float) -> None:
+    def _await(self, group: Group, step: Callable[[], int], longest_s: float) -> None:
         """Waits until the group is open here, or is not to be; then the members tell each other whether all have it."""
         others = [member for member in group.members if member != group.transport.worker]
         with heartbeat.waiting(others, group.generation):
@@ -99,11 +100,11 @@ class Swaps:
         least, most = _SPAN.unpack(group.reduce_bytes(_SPAN.pack(ready, ready), _combined))
         self._swap(group, (least, most), step)
 
-    def _swap(self, group: Group, ready: Span, step: int) -> None:
+    def _swap(self, group: Group, ready: Span, step: Callable[[], int]) -> None:
         """Uses the group from `step` on if all members have it; the first one tells the event log."""
         if self._native.passed(ready) and group.rank == 0:
             opened = {"backend": self._native.backend, "opened_s": round(self._native.opened_s, 6)}
-            self._client.send(Report("collectives", {"generation": group.generation, "step": step, **opened}))
+            self._client.send(Report("collectives", {"generation": group.generation, "step": step(), **opened}))
 
 
 def _combined(packed: Sequence[bytes]) -> bytes:

@@ -151,7 +151,7 @@ class NativeGroups:
         return newest.bulks if newest is not None and newest.in_use else {}
 
     @property
-    def serve(self) -> bool:
+    def are_used(self) -> bool:
         """Whether the members use their groups, alike on all, of which this worker may have none."""
         return self._newest is not None and self._newest.in_use
 
