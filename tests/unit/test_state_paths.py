@@ -365,6 +365,7 @@ def test_the_group_of_a_move_stays_if_the_members_need_it_and_is_given_back_else
         assert native.passed((1, 1))
         # The group of a move among members that use it already needs no opening.
         assert (native.for_state(group.members) is not None) == needs_it
+        assert [size for size, _ in native.openings] == ([4] if needs_it else [])
 
     with transports_of(WORKERS) as transports:
         crew.watch(transports)

@@ -2,7 +2,8 @@
 
     generation entered -> a group is opened in the background; until then collectives go over links
     all have it        -> they say so in a commit barrier, and use it from the next step on
-    generation ended   -> whoever waits in it is freed (`poison`), the step is done again over links, a new group opens
+    generation ended   -> whoever waits in it is freed (`poison`), a new group opens, the step is done again over links,
+                          or in that group where the members wait for it (`elaunch.workers.member.swaps`)
 
     bulk         what a native group can do, whatever its backend
     gloo         over Gloo, for tensors in host memory

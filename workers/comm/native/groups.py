@@ -307,6 +307,7 @@ class NativeGroups:
             if keeps:
                 newest.bulks[everyone] = bulk
                 newest.is_open.add(everyone)
+                self._openings.append((len(newest.members), newest.seconds))
         if not keeps:
             bulk.poison()
             bulk.leave()
