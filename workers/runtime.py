@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
 from elaunch.plan.tiling import Plan
-from elaunch.policy.collectives import uses_native
+from elaunch.policy.collectives import in_order, uses_native
 from elaunch.rendezvous.membership import Generation
 from elaunch.wire import Abandoned, Finished, Leaving, Report
 from elaunch.workers import agent_client, barrier, heartbeat
@@ -74,7 +74,6 @@ class Member(Planned):
         closers: called when this worker leaves the job, after its communication has been interrupted.
         transport: its links to other members; None: it makes its own.
         native: whether tensors may go over native groups of the members.
-        keeps_order: whether they do so in a fixed order where that is asked for.
 
     Attributes:
         device: where this worker computes.
@@ -95,7 +94,6 @@ class Member(Planned):
         closers: Sequence[Callable[[], None]] = (),
         transport: Transport | None = None,
         native: bool = False,
-        keeps_order: bool = False,
     ) -> None:
         self._client = client
         self._transport = (
@@ -107,11 +105,13 @@ class Member(Planned):
         self.policy = Policy(client, self.checkpoints.newest)
         self._reports = StepReports(client)
         self.device = take_device(client.local_rank)
-        native = native and uses_native(os.environ, self.device.type, keeps_order)
-        self.native = NativeGroups(maker(client.host, self.device) if native else None)
+        native = native and uses_native(os.environ, self.device.type)
+        ordered = in_order(os.environ)
+        self.native = NativeGroups(maker(client.host, self.device) if native else None, messages=ordered)
         self.native.load(self.device)
         self._transport.watch(self.native.poison)
-        self.torch_groups = TorchGroups(lambda: self.group, self.device.type, self.native, lambda: self.generation)
+        here = lambda: self.group, self.device.type, self.native, lambda: self.generation
+        self.torch_groups = TorchGroups(*here, sums=not ordered)
         parts = self.checkpoints, self.policy, self._reports, self.native, self.torch_groups.works
         self._hooks = RuntimeHooks(client, hooks, step, *parts)
         self._recovery = Recovery(client, self._transport, self._hooks)

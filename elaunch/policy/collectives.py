@@ -11,6 +11,9 @@ from elaunch.policy import settings
 NAME = "ELAUNCH_COLLECTIVES"
 
 Collectives = Literal["auto", "native", "links"]
+WITHOUT_MESSAGES = ("npu",)
+"""Devices whose native groups only sum. In the others summands can travel, and members add them in a fixed order."""
+
 CHOICES: tuple[str, ...] = get_args(Collectives)
 
 
@@ -32,25 +35,33 @@ def parse(text: str | None, name: str = NAME) -> Collectives:
     return text or "auto"  # type: ignore[return-value]
 
 
-def uses_native(environment: Mapping[str, str], device_type: str, keeps_order: bool = False) -> bool:
+def uses_native(environment: Mapping[str, str], device_type: str) -> bool:
     """Returns whether a worker's tensors go over groups of torch's own backends once these are open.
 
     Args:
         environment: of the worker.
         device_type: where it computes, such as "cpu".
-        keeps_order: whether sums over native groups have a fixed order where that is asked for.
 
     Raises:
         UsageError: the setting is none of the choices, or a fixed order is asked for, and native groups that lack it.
     """
     choice = parse(environment.get(NAME))
-    in_order = keeps_order or environment.get(settings.CONSISTENCY) != "bitwise"
+    can = device_type not in WITHOUT_MESSAGES or not in_order(environment)
     if choice == "auto":
-        return device_type != "cpu" and in_order
-    if choice == "native" and not in_order:
+        return device_type != "cpu" and can
+    if choice == "native" and not can:
         raise UsageError(
-            f"--collectives=native ({NAME}) and --consistency=bitwise ({settings.CONSISTENCY}) exclude each other: "
-            "NCCL, HCCL and Gloo add gradients in an order of their own; use --collectives=links, which adds them in "
+            f"--collectives=native ({NAME}) and --consistency=bitwise ({settings.CONSISTENCY}) exclude each other on "
+            f"{device_type}: HCCL adds gradients in an order of its own; use --collectives=links, which adds them in "
             "the order of ranks, or leave --consistency=bitwise out"
         )
     return choice == "native"
+
+
+def in_order(environment: Mapping[str, str]) -> bool:
+    """Returns whether sums have a fixed order, over links and in native groups alike.
+
+    Args:
+        environment: of the worker.
+    """
+    return environment.get(settings.CONSISTENCY) == "bitwise"

@@ -142,6 +142,17 @@ def test_whoever_dies_or_stops_in_a_collective_the_others_are_freed_and_do_the_s
 
 
 @pytest.mark.timeout(300)
+def test_whoever_dies_while_summands_travel_the_others_are_freed_and_do_the_step_again(
+    spawn: Spawner, tmp_path: Path
+) -> None:
+    faults = ("--fault=2:8:issue:kill", "--fault=0:20:sum:kill", "--fault=3:32:sum:stop")
+    node = hurt(spawn, tmp_path, *faults, flags=("--consistency=bitwise",))
+    ends = [event["worker"] for event in node.events("worker_exited") if event.get("signal")]
+    assert ends == ["node0/2#0", "node0/0#0", "node0/3#0"]
+    assert len(swaps(node)) > len(ends), "each crew that lasts sums natively"
+
+
+@pytest.mark.timeout(300)
 def test_a_node_that_was_stopped_while_the_others_waited_natively_finds_that_it_is_out(
     etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
 ) -> None:
@@ -184,16 +195,18 @@ def test_no_worker_keeps_an_update_from_garbage(spawn: Spawner, tmp_path: Path) 
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize(("workers", "consistency"), [(2, "fast"), (4, "bitwise")])
 def test_links_and_native_groups_give_the_same_weights_at_whichever_steps_they_take_turns(
-    spawn: Spawner, tmp_path: Path
+    spawn: Spawner, tmp_path: Path, workers: int, consistency: str
 ) -> None:
-    """The sums of two numbers are the same in any order, so those of two workers are bitwise."""
+    """The sums of two numbers are the same in any order, so those of two workers are bitwise; of more if asked for."""
     swapped, links = tmp_path / "swapped", tmp_path / "links"
     for folder in (swapped, links):
         folder.mkdir()
-    flags = ("--slow-policy=report",)  # shares of other sizes are other sums
-    node = hurt(spawn, swapped, "--native-from=10", "--native-from=40", "--relink-at=25", workers=2, flags=flags)
-    over_links = hurt(spawn, links, workers=2, flags=("--collectives=links", *flags))
+    flags = ("--slow-policy=report", f"--consistency={consistency}")  # shares of other sizes are other sums
+    turns = ("--native-from=10", "--native-from=40", "--relink-at=25")
+    node = hurt(spawn, swapped, *turns, workers=workers, flags=flags)
+    over_links = hurt(spawn, links, workers=workers, flags=("--collectives=links", *flags))
     natively = [was_native for _, (_, was_native) in sorted(carried(node).items())]
     assert natively == [False] * 10 + [True] * 15 + [False] * 15 + [True] * 20
     assert norms(node) == norms(over_links)

@@ -5,7 +5,7 @@ step from STEP on in which the whole crew is there and sums natively, at
 
     forward   while the others wait in a collective of the script
     issue     before its gradients go into the native sums that the others wait for
-    sum       when its native sums have begun
+    sum       when its native sums have begun, or, where these have a fixed order, its summands have left
     enter     before it speaks at the commit barrier
     half      when it has spoken to one of the others there
 
@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 import elaunch
+from elaunch.policy.collectives import in_order
 from elaunch.workers import runtime
 from elaunch.workers.comm.native.gloo import GlooBulk
 from elaunch.workers.comm.native.groups import NativeGroups
@@ -50,7 +51,8 @@ class NativeFaults(train.Faults):
         slot = os.environ.get("LOCAL_RANK", "0")
         (kind,) = {kind for fault, kind in asked.items() if fault.startswith(f"{slot}:")} or {"kill"}
         train.die = hurt if kind == "kill" else halt
-        self._die_around(GlooBulk, "all_reduce", before="issue", after="sum")
+        begins = "exchange" if in_order(os.environ) else "all_reduce"
+        self._die_around(GlooBulk, begins, before="issue", after="sum")
 
     def due(self, phase: str) -> bool:
         step = self.steps.get(phase)

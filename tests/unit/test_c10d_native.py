@@ -85,6 +85,25 @@ def test_a_type_that_the_backend_does_not_know_goes_over_links() -> None:
         assert each(run, crew_of_2.members) == [[3]] * 2
 
 
+def test_where_sums_have_a_fixed_order_what_combines_tensors_goes_over_links_and_the_rest_does_not() -> None:
+    with natively(3) as crew_of_3:
+        for works in crew_of_3.works:
+            works._sums = False
+
+        def run(pg: ElasticProcessGroup) -> tuple[list[float], list[float], list[float]]:
+            total, part, whole = torch.full((3,), pg.rank() + 1.0), torch.zeros(1), torch.zeros(3)
+            work = dist.all_reduce(total, group=pg, async_op=True)
+            assert not isinstance(work, NativeWork)
+            dist.reduce_scatter(part, list(torch.arange(3.0).split(1)), group=pg)
+            gathered = dist.all_gather(list(whole.split(1)), part, group=pg, async_op=True)
+            assert isinstance(gathered, NativeWork)
+            gathered.wait()
+            return total.tolist(), part.tolist(), whole.tolist()
+
+        found = each(run, crew_of_3.members)
+        assert found == [([6.0] * 3, [3.0 * rank], [0.0, 3.0, 6.0]) for rank in range(3)]
+
+
 def test_sparse_tensors_are_refused_as_they_are_over_links() -> None:
     with natively(2) as crew_of_2, pytest.raises(ValueError, match=r"hand over tensor.to_dense\(\)"):
         dist.all_reduce(torch.eye(2).to_sparse(), group=crew_of_2.members[0])

@@ -682,9 +682,9 @@ def test_who_has_native_groups(capsys: pytest.CaptureFixture[str]) -> None:
     cpu, cuda, other = torch.device("cpu"), torch.device("cuda", 0), torch.device("xpu", 0)
     assert not uses_native({}, "cpu")
     assert uses_native({}, "cuda")
-    assert not uses_native({"ELAUNCH_CONSISTENCY": "bitwise"}, "cuda")
-    assert uses_native({"ELAUNCH_CONSISTENCY": "bitwise"}, "cuda", keeps_order=True)
-    assert not uses_native({}, "cpu", keeps_order=True)
+    assert uses_native({"ELAUNCH_CONSISTENCY": "bitwise"}, "cuda")
+    assert uses_native({}, "npu")
+    assert not uses_native({"ELAUNCH_CONSISTENCY": "bitwise"}, "npu")
     assert not uses_native({"ELAUNCH_COLLECTIVES": "links"}, "cuda")
     assert uses_native({"ELAUNCH_COLLECTIVES": "native"}, "cpu")
     made = maker(HOST, cpu)
@@ -697,10 +697,10 @@ def test_who_has_native_groups(capsys: pytest.CaptureFixture[str]) -> None:
         assert made is not None
         assert isinstance(made(), NcclBulk)
     both = {"ELAUNCH_COLLECTIVES": "native", "ELAUNCH_CONSISTENCY": "bitwise"}
-    for device_type in ("cpu", "cuda"):
-        assert uses_native(both, device_type, keeps_order=True)
-        with pytest.raises(UsageError, match=r"--collectives=native .*--consistency=bitwise .*--collectives=links"):
-            uses_native(both, device_type)
+    assert uses_native(both, "cpu")
+    assert uses_native(both, "cuda")
+    with pytest.raises(UsageError, match=r"--collectives=native .*--consistency=bitwise .*npu.*--collectives=links"):
+        uses_native(both, "npu")
     with pytest.raises(UsageError, match=r"--collectives=fast: expected auto .*, native .* or links"):
         parse("fast", "--collectives")
 

@@ -78,6 +78,18 @@ def _children(member: int, members: int) -> range:
     return range(min(first, members), min(first + BRANCHES, members))
 
 
+def is_summed_whole(tensor: Tensor, members: int) -> bool:
+    """Returns whether every member adds all of a tensor itself; else each adds its part, and passes that on."""
+    return members <= DIRECT_MEMBERS and tensor.nbytes <= SMALL_BYTES
+
+
+def order_of_sum(owner: int, members: int) -> list[int]:
+    """Returns the members in the order in which their summands for the part of one of them are added."""
+    if members <= DIRECT_MEMBERS:
+        return list(range(members))
+    return [(owner + 1 + step) % members for step in range(members)]  # round the ring, the owner's last
+
+
 def even_counts(elements: int, members: int) -> list[int]:
     """Returns how many of `elements` each member owns when they are cut as evenly as possible."""
     return [(index + 1) * elements // members - index * elements // members for index in range(members)]
@@ -132,7 +144,7 @@ class Group:
             self.all_reduce(host, scale, reduction)
             tensor.copy_(host)
             return
-        if self._direct and tensor.numel() * tensor.element_size() <= SMALL_BYTES:
+        if is_summed_whole(tensor, self.size):
             self._reduce_whole(tensor.detach(), scale, reduction)
             return
         self.reduce_scatter(tensor, scale=scale, reduction=reduction)
@@ -167,7 +179,7 @@ class Group:
                     [(peer, 0, memory(part)) for peer, part in zip(self._others, parts, strict=True)],
                 )
                 parts.insert(self.rank, own)
-                _combine(parts, own, reduction)
+                fold(parts, own, reduction)
             else:
                 self._ring_reduce(chunks, views, reduction)
         if scale is not None:
@@ -352,7 +364,7 @@ class Group:
                 [(peer, 0, memory(part)) for peer, part in zip(self._others, parts, strict=True)],
             )
             parts.insert(self.rank, tensor)
-            _combine(parts, tensor, reduction)
+            fold(parts, tensor, reduction)
         if scale is not None:
             tensor.mul_(scale)
 
@@ -439,7 +451,7 @@ def _cut(tensor: Tensor, counts: Sequence[int]) -> list[memoryview]:
     return [view[lo:hi] for lo, hi in zip([0, *ends], ends, strict=False)]
 
 
-def _combine(parts: list[Tensor], out: Tensor, reduction: Reduction) -> None:
+def fold(parts: Sequence[Tensor], out: Tensor, reduction: Reduction = "sum") -> None:
     """Combines the parts in their order. `out` is one of them; the others are scratch."""
     combine = _COMBINE[reduction]
     total = parts[0]

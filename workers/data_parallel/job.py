@@ -20,6 +20,7 @@ from torch import nn
 from elaunch import replica_check
 from elaunch.detect.heartbeat import Phase
 from elaunch.errors import StateError, StepInterrupted
+from elaunch.policy.collectives import in_order
 from elaunch.rendezvous.membership import Generation
 from elaunch.workers import agent_client, heartbeat
 from elaunch.workers.barrier import DifferentSettings, StepRecord
@@ -53,7 +54,7 @@ class Job(BaseJob):
     """A training job, seen from one of its workers."""
 
     def __init__(self, client: agent_client.Client) -> None:
-        self._reducer = Reducer(lambda generation: self._member.native.failed(generation))
+        self._reducer = Reducer(lambda generation: self._member.native.failed(generation), in_order(os.environ))
         self._state = RegisteredState(ReplicaWatch(replica_check.from_environment(os.environ)))
         super().__init__(
             Member(

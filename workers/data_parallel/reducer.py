@@ -1,6 +1,7 @@
 """All-reduces that run while backward goes on, in the order in which they are launched.
 
-Over links one thread runs them. A native group of the members runs them itself, once there is one.
+Over links one thread runs them, as it does in host memory where sums have a fixed order. A native group of the members
+runs the others itself, once there is one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from elaunch.workers import heartbeat
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.native.bulk import Bulk
+from elaunch.workers.data_parallel.ordered import OrderedSums
 
 
 class Reducer:
@@ -29,14 +31,16 @@ class Reducer:
 
     Args:
         failed: called with the generation when a native group failed.
+        in_order: whether native groups add in the order of links.
     """
 
-    def __init__(self, failed: Callable[[int], None] = lambda generation: None) -> None:
+    def __init__(self, failed: Callable[[int], None] = lambda generation: None, in_order: bool = False) -> None:
         self._waiting: deque[torch.Tensor] = deque()
         self._arrived = threading.Condition()
         self._running = threading.Lock()
         self._group: Group | None = None
         self._native: NativeSums | None = None
+        self._ordered = OrderedSums() if in_order else None
         self._scale = 1.0
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -48,7 +52,9 @@ class Reducer:
         """Starts a step: sums of this group, each multiplied by `scale`; by its native group, if that is given."""
         assert not self._waiting, "a step begins while all-reduces of another are under way"
         self._group, self._scale, self.error = group, scale, None
-        self._native = NativeSums(bulk) if bulk is not None else None
+        self._native = None
+        if bulk is not None:
+            self._native = NativeSums(bulk) if self._ordered is None else NativeSumsInOrder(bulk, self._ordered, group)
 
     def launch(self, flat: torch.Tensor) -> None:
         """Reduce a 1-D tensor in place. It is complete when `wait` has returned and `error` is None."""
@@ -60,10 +66,11 @@ class Reducer:
             return
         if self._native is not None:
             try:
-                self._native.add(flat.mul_(self._scale))
+                if self._native.add(flat, self._scale):
+                    return
             except RuntimeError as error:
                 self._native_failed(group, error)
-            return
+                return
         if self._thread is None:
             self._thread = threads.start("elaunch-reducer", self._run, self._died)
         with self._arrived:
@@ -73,12 +80,14 @@ class Reducer:
     def join(self) -> None:
         """Returns when whatever this thread does next with the sums, on a device its stream, comes after them."""
         group = self._group
+        if self._native is None or self._ordered is not None:
+            # Links name those for whom they wait by themselves.
+            named = () if self._native is None or group is None else (_others(group), group.generation)
+            with heartbeat.waiting(*named):
+                while self._run_next():
+                    pass
         if self._native is not None and group is not None:
             self._in_native(group, self._native.join)
-            return
-        with heartbeat.waiting():
-            while self._run_next():
-                pass
 
     def wait(self) -> None:
         """Returns when nothing is under way any more."""
@@ -108,10 +117,10 @@ class Reducer:
         with self._arrived:
             self._waiting.clear()
             self._group = None
-        if self._native is not None:
-            self._native.drop()
-            self._native = None
         with self._running:
+            if self._native is not None:
+                self._native.drop()
+                self._native = None
             self.error = None
 
     def close(self) -> None:
@@ -123,7 +132,7 @@ class Reducer:
     def _in_native(self, group: Group, wait: Callable[[Callable[[], None]], None]) -> None:
         if self.error is not None:
             return
-        others = [member for member in group.members if member != group.transport.worker]
+        others = _others(group)
         with heartbeat.waiting(others, group.generation):
             try:
                 wait(lambda: group.transport.check(others))
@@ -160,12 +169,29 @@ class Reducer:
                 return False
             if group is not None and self.error is None and self._failure is None:
                 try:
-                    group.all_reduce(flat, scale=self._scale)
+                    self._sum(group, flat)
                 except StepInterrupted as error:
                     self.error = error
                 except BaseException as failure:  # raised where the script can see it
                     self._failure = failure
             return True
+
+    def _sum(self, group: Group, flat: torch.Tensor) -> None:
+        native = self._native
+        if not isinstance(native, NativeSumsInOrder):
+            group.all_reduce(flat, scale=self._scale)
+            return
+        others = _others(group)
+        try:
+            native.sum_here(flat, self._scale, lambda: group.transport.check(others))
+        except StepInterrupted:
+            raise
+        except RuntimeError as error:
+            self._native_failed(group, error)
+
+
+def _others(group: Group) -> list[str]:
+    return [member for member in group.members if member != group.transport.worker]
 
 
 class NativeSums:
@@ -181,14 +207,15 @@ class NativeSums:
         self._joined = 0
         self._device = torch.device("cpu")
 
-    def add(self, flat: torch.Tensor) -> None:
-        """Begins a sum.
+    def add(self, flat: torch.Tensor, scale: float = 1.0) -> bool:
+        """Begins a sum, multiplied by `scale`; returns False where it is left to a thread that waits for it.
 
         Raises:
             RuntimeError: the group has failed, or is over.
         """
         self._device = flat.device
-        self._works.append(self._bulk.all_reduce(flat))
+        self._works.append(self._bulk.all_reduce(flat.mul_(scale)))
+        return True
 
     def join(self, look: Callable[[], None]) -> None:
         """Has what follows on this thread, on a device on its stream, come after all sums.
@@ -231,3 +258,42 @@ class NativeSums:
     def drop(self) -> None:
         """Returns when nothing writes into the tensors any more. The group has been poisoned before."""
         ended.drop(self._works, on_host=self._mark() is None)
+
+
+class NativeSumsInOrder(NativeSums):
+    """The sums of one step in a native group, in the order in which links add.
+
+    Args:
+        bulk: the group.
+        sums: what makes them, step after step.
+        group: of the same members.
+    """
+
+    def __init__(self, bulk: Bulk, sums: OrderedSums, group: Group) -> None:
+        super().__init__(bulk)
+        self._sums, self._rank, self._size = sums, group.rank, group.size
+
+    def add(self, flat: torch.Tensor, scale: float = 1.0) -> bool:
+        """Begins a sum on a device; in host memory it is left to `sum_here`."""
+        self._device = flat.device
+        if flat.device.type == "cpu":
+            return False
+        self._sums.begin_on_device(self._bulk, self._rank, self._size, flat, scale)
+        return True
+
+    def sum_here(self, flat: torch.Tensor, scale: float, look: Callable[[], None]) -> None:
+        """Returns when a tensor in host memory is summed; `look` as for `join`.
+
+        Raises:
+            RuntimeError: the group has failed, or is over.
+        """
+        self._sums.sum_on_host(self._bulk, self._rank, self._size, flat, scale, look)
+
+    def join(self, look: Callable[[], None]) -> None:
+        """Has what follows on a device's stream come after all sums; in host memory they are there."""
+        if self._device.type != "cpu":
+            self._sums.join(self._device)
+
+    def drop(self) -> None:
+        """Returns when nothing writes into the tensors any more. The group has been poisoned before."""
+        self._sums.drop(self._device)

@@ -99,7 +99,6 @@ class HybridJob(BaseJob):
                 boundary=self._compare,
                 closers=[self._close],
                 native=True,
-                keeps_order=True,
             )
         )
         self._member.native.needs = lambda members: self._made.needs

@@ -29,6 +29,7 @@ class TorchGroups:
         device_type: of the tensors on meshes, and of those that the native group takes.
         native: the native groups of the member.
         generation: returns the generation that it is a member of.
+        sums: whether native groups may sum; else links do, in a fixed order.
 
     Attributes:
         works: what is under way in the native group.
@@ -41,9 +42,10 @@ class TorchGroups:
         device_type: str,
         native: NativeGroups,
         generation: Callable[[], Generation],
+        sums: bool = True,
     ) -> None:
         self._current, self._device_type, self._generation = current, device_type, generation
-        self.works = NativeWorks(lambda: native.current, device_type, native.failed, native)
+        self.works = NativeWorks(lambda: native.current, device_type, native.failed, native, sums)
         self.interrupted: Interrupted | None = None
 
     @cached_property

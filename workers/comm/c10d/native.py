@@ -19,6 +19,9 @@ from elaunch.workers.comm.native.groups import GroupKey, NativeGroups
 
 MESSAGES = ("send", "recv")
 
+COMBINES = "reduce"
+"""In the names of all operations that combine tensors of several members."""
+
 GLOO_TYPES = frozenset(
     (
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
@@ -96,6 +99,7 @@ class NativeWorks:
         device_type: of the tensors that it takes.
         failed: called with the generation when an operation has failed, once for each.
         natives: opens groups for subgroups; None: these go over links.
+        sums: whether operations that combine tensors begin there too; else links do them, in a fixed order.
     """
 
     def __init__(
@@ -104,8 +108,10 @@ class NativeWorks:
         device_type: str,
         failed: Callable[[int], None] = lambda number: None,
         natives: NativeGroups | None = None,
+        sums: bool = True,
     ) -> None:
         self._current, self._device_type, self._failed, self._natives = current, device_type, failed, natives
+        self._sums = sums
         self._begun: dict[NativeWork, None] = {}
         self._on_device: dict[Bulk, torch.device] = {}
         self._group: Group | None = None
@@ -188,6 +194,8 @@ class NativeWorks:
             return None
         if tensor.layout is not torch.strided:
             return None  # refused there, with the cure
+        if not self._sums and COMBINES in names[0]:
+            return None
         if bulk.backend == "gloo" and tensor.dtype not in GLOO_TYPES:
             return None
         self._group = group

@@ -119,14 +119,15 @@ class NativeGroups:
 
     Args:
         make: returns a new native group that is not open yet; None: everything goes over links.
+        messages: whether members send to each other in the group of all of them, not only in others.
 
     Attributes:
         needs: returns what the members of a generation need, when it or another plan begins; by default the group of
             all of them.
     """
 
-    def __init__(self, make: Callable[[], Bulk] | None) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], Bulk] | None, messages: bool = False) -> None:
+        self._make, self._messages = make, messages
         self._lock = threading.Lock()
         self._floor = 0
         self._newest: _Opening | None = None
@@ -449,7 +450,7 @@ class NativeGroups:
             try:
                 place = dist.PrefixStore(key.place, store) if key.place else store
                 meet(place, len(key.members), opening.over)
-                bulk.open(place, key.members.index(me), len(key.members), messages=key.purpose != EVERYONE)
+                bulk.open(place, key.members.index(me), len(key.members), self._messages or key.purpose != EVERYONE)
             except RuntimeError as error:  # of torch's stores and groups
                 self._refused(opening, {key: bulk}, error)
                 continue
