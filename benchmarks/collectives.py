@@ -4,7 +4,8 @@
     python benchmarks/collectives.py --json collectives.json
 
 Four processes on one machine. *links* and *native* are the default group of a job before and after its native group
-stands; *gloo* is what `init_process_group("gloo")` makes. *exchange* is `batch_isend_irecv` of a ring: each process
+stands; *gloo* is what `init_process_group("gloo")` makes; *in order* sums natively as links do, for
+`--consistency=bitwise`. *exchange* is `batch_isend_irecv` of a ring: each process
 sends to the one after it and receives from the one before it. A call is timed from a barrier until it has returned on
 the last process.
 
@@ -34,10 +35,14 @@ from elaunch.workers.barrier import StepRecord
 from elaunch.workers.comm.c10d.native import NativeWorks
 from elaunch.workers.comm.native.gloo import GlooBulk
 from elaunch.workers.comm.process_group import ElasticProcessGroup
+from elaunch.workers.data_parallel.ordered import OrderedSums
 from elaunch.workers.data_parallel.reducer import NativeSums
 
 WORKERS = [f"n0/{number}#0" for number in range(4)]
 WAYS = ("links", "native", "gloo")
+IN_ORDER = "in order"
+"""One more way to sum: natively, in the order of links."""
+
 SIZES = {"4 KB": 4 << 10, "1 MB": 1 << 20, "25 MB": 25 << 20}
 BUDGET_S = 3.0
 """For each size of a call and each way, about."""
@@ -55,6 +60,7 @@ class CollectiveRank(Rank):
         super().__init__(workers, place, store)
         dist.init_process_group("gloo", store=dist.PrefixStore("plain", store), rank=place, world_size=len(workers))
         bulk = self._bulk = GlooBulk("127.0.0.1")
+        self._sums = OrderedSums()
         self._works = NativeWorks(lambda: bulk, "cpu")
         bulk.open(dist.PrefixStore("native", store), place, len(workers))
         plain = dist.group.WORLD
@@ -67,13 +73,15 @@ class CollectiveRank(Rank):
 
     def run(self, call: str, way: str, n_bytes: int, times: int) -> list[float]:
         """Makes a call so many times; returns the seconds of each."""
-        group = self._groups[way]
+        group = self._groups.get(way)
         tensor, other = torch.ones(n_bytes // 4), torch.empty(n_bytes // 4)
         found = []
         for _ in range(times):
             self.group.barrier()
             begin_s = time.perf_counter()
-            if call == "all_reduce":
+            if way == IN_ORDER:
+                self._sums.sum_on_host(self._bulk, self.place, len(WORKERS), tensor, 1.0, lambda: None)
+            elif call == "all_reduce":
                 dist.all_reduce(tensor, group=group)
             else:
                 self._exchange(group, tensor, other)
@@ -102,7 +110,8 @@ class CollectiveRank(Rank):
             found.append((looked_s - begin_s, time.perf_counter() - looked_s))
         return found
 
-    def _exchange(self, group: dist.ProcessGroup, sent: Tensor, got: Tensor) -> None:
+    def _exchange(self, group: dist.ProcessGroup | None, sent: Tensor, got: Tensor) -> None:
+        assert group is not None, "who sums in order sends nothing else"
         size = len(WORKERS)
         works = [group.send([sent], (self.place + 1) % size, 0), group.recv([got], (self.place - 1) % size, 0)]
         for work in works:
@@ -113,12 +122,13 @@ def compare_calls(report: Report, all_of: Crew, quick: bool) -> None:
     """Makes all calls by all ways, in turn."""
     for call in ("all_reduce", "exchange"):
         for size, n_bytes in SIZES.items():
-            seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+            ways = (*WAYS, IN_ORDER) if call == "all_reduce" else WAYS
+            seconds: dict[str, list[float]] = {way: [] for way in ways}
             once_s = max(max(took) for took in all_of("run", call, "links", n_bytes, 2))
             rounds = 3 if quick else 8
             times = max(1, min(200, int((0.3 if quick else BUDGET_S) / rounds / once_s)))
             for _ in range(rounds):
-                for way in WAYS:
+                for way in ways:
                     took = all_of("run", call, way, n_bytes, times)
                     seconds[way] += [max(each) for each in zip(*took, strict=True)]
             medians = {way: spread(values).median for way, values in seconds.items()}
@@ -127,7 +137,7 @@ def compare_calls(report: Report, all_of: Crew, quick: bool) -> None:
                     "call": call,
                     "size": size,
                     "calls": len(seconds["links"]),
-                    **{f"{way}_ms": 1e3 * median for way, median in medians.items()},
+                    **{f"{way.replace(' ', '_')}_ms": 1e3 * median for way, median in medians.items()},
                     "links_to_gloo": medians["links"] / medians["gloo"],
                     "native_to_gloo": medians["native"] / medians["gloo"],
                 }
