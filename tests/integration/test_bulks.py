@@ -17,7 +17,7 @@ from tests import ROOT
 from tests.helpers import Spawner
 
 RANKS = 3
-SCENARIOS = ("freed", "beside", "eager", "batch", "options", "order", "pulse", "blocked", "death")
+SCENARIOS = ("freed", "beside", "eager", "ordered", "batch", "options", "order", "pulse", "blocked", "death")
 
 on_gpu = [
     pytest.mark.gpu,

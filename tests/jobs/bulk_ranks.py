@@ -23,15 +23,17 @@ import torch.distributed as dist
 
 from elaunch import threads
 from elaunch.detect.heartbeat import Phase, Reader
+from elaunch.errors import CollectiveFailed
 from elaunch.workers import heartbeat
 from elaunch.workers.comm.c10d.native import NativeWorks
+from elaunch.workers.comm.group import SMALL_BYTES
 from elaunch.workers.comm.native import ended, nccl
 from elaunch.workers.comm.native.bulk import Bulk
 from elaunch.workers.comm.native.choice import maker
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.comm.native.nccl2 import Nccl2Bulk
 from elaunch.workers.comm.process_group import ElasticProcessGroup
-from elaunch.workers.data_parallel.reducer import NativeSums
+from elaunch.workers.data_parallel.reducer import NativeSums, Reducer
 
 PATIENCE = timedelta(seconds=60)
 FREED_S = 30.0
@@ -175,6 +177,47 @@ def eager(me: Member) -> None:
         assert log.count("Init COMPLETE") == 1, log
     bulk.poison()
     me.meet("all have left eager")
+    bulk.close()
+
+
+def ordered(me: Member) -> None:
+    """Sums in a fixed order have the bits of that order; one that lacks summands is freed, and does not count."""
+    bulk, names = me.opened("ordered"), tuple(f"m{rank}" for rank in range(me.size))
+    transport = SimpleNamespace(worker=names[me.rank], check=lambda peers: None)
+    group: Any = SimpleNamespace(size=me.size, rank=me.rank, members=names, generation=1, transport=transport)
+    failed: list[int] = []
+    reducer, random = Reducer(failed.append, in_order=True), torch.Generator().manual_seed(0)
+    reducer.begin(group, 0.3, bulk)
+    of_all, mine = [], []
+    for length in (1, 1000, SMALL_BYTES, 1 << 20):
+        for dtype in (torch.float32, torch.bfloat16):
+            numbers = torch.randn(me.size, length, generator=random) * torch.tensor([[1e3], [1.0], [1e-3]])[: me.size]
+            of_all.append(list(numbers.to(dtype)))
+            mine.append(of_all[-1][me.rank].to(me.device, copy=True))
+            reducer.launch(mine[-1])
+    reducer.wait()
+    reducer.raise_error()
+    for found, summands in zip(mine, of_all, strict=True):
+        total = summands[0].clone()
+        for one in summands[1:]:
+            total += one
+        assert torch.equal(found.cpu(), total.mul_(0.3)), (found.dtype, len(found))
+    reducer.begin(group, 1.0, bulk)
+    me.meet("all have summed in order")
+    if me.rank != me.size - 1:
+        tensor = me.filled(1.0)
+        reducer.launch(tensor)
+        aborting = threads.start("poison", bulk.poison, lambda _: None)
+        reducer.wait()
+        with pytest.raises(CollectiveFailed):
+            reducer.raise_error()
+        assert failed == [1]
+        aborting.join()
+    me.meet("all are free of summands")
+    bulk.poison()
+    reducer.cancel()
+    reducer.close()
+    me.meet("all have left ordered")
     bulk.close()
 
 
@@ -361,7 +404,7 @@ def death(me: Member) -> None:
 
 
 SCENARIOS: dict[str, Callable[[Member], None]] = {
-    run.__name__: run for run in (freed, beside, eager, batch, options, order, anew, pulse, blocked, death)
+    run.__name__: run for run in (freed, beside, eager, ordered, batch, options, order, anew, pulse, blocked, death)
 }
 
 

@@ -53,8 +53,10 @@ class Reducer:
         assert not self._waiting, "a step begins while all-reduces of another are under way"
         self._group, self._scale, self.error = group, scale, None
         self._native = None
-        if bulk is not None:
-            self._native = NativeSums(bulk) if self._ordered is None else NativeSumsInOrder(bulk, self._ordered, group)
+        if bulk is not None and self._ordered is not None:
+            self._native = NativeSumsInOrder(bulk, self._ordered, group.rank, group.size)
+        elif bulk is not None:
+            self._native = NativeSums(bulk)
 
     def launch(self, flat: torch.Tensor) -> None:
         """Reduce a 1-D tensor in place. It is complete when `wait` has returned and `error` is None."""
@@ -266,12 +268,13 @@ class NativeSumsInOrder(NativeSums):
     Args:
         bulk: the group.
         sums: what makes them, step after step.
-        group: of the same members.
+        rank: of this member.
+        size: number of members.
     """
 
-    def __init__(self, bulk: Bulk, sums: OrderedSums, group: Group) -> None:
+    def __init__(self, bulk: Bulk, sums: OrderedSums, rank: int, size: int) -> None:
         super().__init__(bulk)
-        self._sums, self._rank, self._size = sums, group.rank, group.size
+        self._sums, self._rank, self._size = sums, rank, size
 
     def add(self, flat: torch.Tensor, scale: float = 1.0) -> bool:
         """Begins a sum on a device; in host memory it is left to `sum_here`."""
