@@ -26,6 +26,11 @@ def come_late() -> None:
         time.sleep(LATE_S * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
+def share_device() -> None:
+    """Lets several workers have one GPU; call it before the job is made."""
+    from benchmarks import one_device  # noqa: F401  # it sets what NCCL reads
+
+
 def join_after(file: Path) -> None:
     """Let a replacement come once a file is there, which the others make where they have gone on without it."""
     while is_replacement() and not file.exists():

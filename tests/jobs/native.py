@@ -1,4 +1,6 @@
-"""A training script whose gradients go over native groups of Gloo, and which hurts itself while they do.
+"""A training script whose gradients go over native groups, and which hurts itself while they do.
+
+It trains on its GPU if it has one, else on the CPU.
 
 `--fault SLOT:STEP:MOMENT:KIND` ends (KIND kill) or stops (stop) the first worker of a slot by a signal, in the first
 step from STEP on in which the whole crew is there and sums natively, at
@@ -9,11 +11,14 @@ step from STEP on in which the whole crew is there and sums natively, at
     enter     before it speaks at the commit barrier
     half      when it has spoken to one of the others there
 
-`--device` gives the groups the manners of a device's: whoever waits goes on at once, a sum that was cut off leaves
+`--device` gives groups of Gloo the manners of a device's: whoever waits goes on at once, a sum that was cut off leaves
 garbage in the tensor, and only the group itself tells of that.
 
 `--awaits` has workers tell each other that steps over links are slow and openings quick, so that all wait for their
 group before the first step of a generation; `--dies-opening SLOT:STEP` ends the first worker of a slot meanwhile.
+
+`--break-at SLOT:STEP` breaks the connections of a worker's native group, in the first step from STEP on in which the
+whole crew is there and sums natively.
 """
 
 from __future__ import annotations
@@ -33,12 +38,16 @@ from elaunch.policy.collectives import in_order
 from elaunch.workers import runtime
 from elaunch.workers.comm.native.gloo import GlooBulk
 from elaunch.workers.comm.native.groups import NativeGroups
+from elaunch.workers.comm.native.nccl import NcclBulk
 from elaunch.workers.job import BaseJob
 from elaunch.workers.member.swap_choice import StepTimes
-from tests.jobs import come_late, say, train
+from tests.jobs import come_late, say, share_device, train
 from tests.jobs.eager import compile_nothing
 
 GARBAGE = 1e3
+
+SLOW_S = {"cpu": 0.05, "cuda": 0.2}
+"""What a micro-batch takes while the crew is not whole, by type of the device: replacements come later to a GPU."""
 
 
 class NativeFaults(train.Faults):
@@ -51,8 +60,9 @@ class NativeFaults(train.Faults):
         slot = os.environ.get("LOCAL_RANK", "0")
         (kind,) = {kind for fault, kind in asked.items() if fault.startswith(f"{slot}:")} or {"kill"}
         train.die = hurt if kind == "kill" else halt
+        native: type[NcclBulk | GlooBulk] = NcclBulk if job.device.type == "cuda" else GlooBulk
         begins = "exchange" if in_order(os.environ) else "all_reduce"
-        self._die_around(GlooBulk, begins, before="issue", after="sum")
+        self._die_around(native, begins, before="issue", after="sum")
 
     def due(self, phase: str) -> bool:
         step = self.steps.get(phase)
@@ -126,8 +136,11 @@ class _Raises:
 def break_connections(job: elaunch.Job) -> None:
     """The connections of this worker's native group break; all processes and links live."""
     bulk = job._member.native.current
-    assert isinstance(bulk, GlooBulk)
-    bulk._end_connections()
+    assert bulk is not None
+    if isinstance(bulk, GlooBulk):
+        bulk._end_connections()
+    else:
+        bulk.poison()
 
 
 def hold_back(job: elaunch.Job, steps: list[int]) -> None:
@@ -170,6 +183,7 @@ def die_opening(job: elaunch.Job, fault: str) -> None:
 
 def main() -> None:
     come_late()
+    share_device()
     compile_nothing()
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=40)
@@ -177,7 +191,7 @@ def main() -> None:
     parser.add_argument("--ends-whole", action="store_true", help="the last steps wait for all of the crew")
     parser.add_argument("--fault", action="append", default=[], help="SLOT:STEP:MOMENT:KIND")
     parser.add_argument("--device", action="store_true")
-    parser.add_argument("--break-at", default="", help="SLOT:STEP at which the connections of a native group break")
+    parser.add_argument("--break-at", default="", help="SLOT:STEP, see above")
     parser.add_argument("--refuse", default="", help="SLOT whose groups cannot be opened")
     parser.add_argument("--native-from", type=int, action="append", default=[], help="step from which a group is used")
     parser.add_argument("--relink-at", type=int, default=-1, help="step at which a link breaks")
@@ -202,23 +216,27 @@ def main() -> None:
         hold_back(job, args.native_from)
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(12, 48), nn.GELU(), nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 1)).double()
+    net.to(job.device)
     model = job.wrap(net, first_bucket_bytes=1, bucket_bytes=1)  # a sum for each parameter
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
     job.register(model=model, optimizer=optimizer)
+    break_slot, _, break_step = args.break_at.partition(":")
     broken = relinked = False
     steps = job.steps(train.Samples(torch.float64), global_batch_size=16, micro_batch_size=2, seed=7, steps=args.steps)
     for step in steps:
         for inputs, targets in step:
             if not is_whole(job, args.crew) and args.crew > 1:
-                time.sleep(0.05)
+                time.sleep(SLOW_S[job.device.type])
             if args.ends_whole and job.size < args.crew:
                 train.await_missing(job, args.steps)
             if faults.due("forward") and job.last_micro_batch:
                 train.die()
             if job.last_micro_batch and args.crew > 1:
-                torch.distributed.all_reduce(torch.ones(3), group=job.process_group)
-            if args.break_at == f"{slot}:{job.step}" and job.last_micro_batch and not broken:
+                torch.distributed.all_reduce(torch.ones(3, device=job.device), group=job.process_group)
+            breaks = slot == break_slot and job.step >= int(break_step) and is_whole(job, args.crew)
+            if breaks and job.last_micro_batch and not broken:
                 broken = True
+                say(f"the connections break in step {job.step}")
                 break_connections(job)
             if args.relink_at == job.step and job.rank == 0 and not relinked:
                 relinked = True

@@ -1,5 +1,7 @@
 """A small training script as users write it, with dropout, AdamW and a schedule; it can hurt itself on request.
 
+It trains on its GPU if it has one, else on the CPU.
+
 `--die SLOT:STEP:PHASE` ends the first worker of a slot (SLOT#N: its N-th replacement) by SIGKILL in that step, at
 
     compute   in the forward pass of its first micro-batch
@@ -39,7 +41,7 @@ from elaunch.workers.comm import group as group_module
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.stream import Messages
 from elaunch.workers.layers.job import HybridJob
-from tests.jobs import come_late, say
+from tests.jobs import come_late, say, share_device
 from tests.jobs.eager import compile_nothing
 from tests.jobs.hangs import Hangs
 from tests.jobs.links import Links, throttle
@@ -83,6 +85,15 @@ def await_missing(job: elaunch.Job | HybridJob, steps: int) -> None:
     while steps - job.step <= LAST_STEPS and time.monotonic() < end_s:
         if job._member._recovery.newest_generation() > job.generation:
             break  # they come; or there is another change to go through first
+        time.sleep(0.005)
+
+
+def await_native(job: elaunch.Job | HybridJob) -> None:
+    """Waits until the native groups of this generation are open, however long that takes on a busy machine."""
+    native, end_s = job._member.native, time.monotonic() + PATIENCE_S
+    while native.current is None and not native.ready() and time.monotonic() < end_s:
+        if job._member._recovery.newest_generation() > job.generation:
+            break
         time.sleep(0.005)
 
 
@@ -196,6 +207,7 @@ def upload(asked: str, step: int) -> None:
 
 def main() -> None:
     come_late()
+    share_device()
     compile_nothing()
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=50)
@@ -261,7 +273,7 @@ def main() -> None:
     )
     small = {"first_bucket_bytes": 1, "bucket_bytes": 1} if args.break_at else {}
     norm_layer = nn.BatchNorm1d(args.width) if args.extras else nn.Identity()
-    model = job.wrap(nn.Sequential(net, norm_layer, nn.Linear(args.width, 1)).to(dtype), **small)
+    model = job.wrap(nn.Sequential(net, norm_layer, nn.Linear(args.width, 1)).to(job.device, dtype), **small)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
     job.register(model=model, optimizer=optimizer, scheduler=scheduler)
@@ -302,13 +314,13 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         if args.cross == job.step and job.last_micro_batch and job.worker.endswith("#0"):
             args.cross = None
-            torch.distributed.recv(torch.ones(1), (job.rank + 1) % job.size, group=job.process_group)
+            torch.distributed.recv(torch.ones(1, device=job.device), (job.rank + 1) % job.size, group=job.process_group)
         if args.skip.partition(":")[2] == str(job.step) and job.last_micro_batch:
             here = f"{slot}:{job.step}" if job.worker.endswith("#0") else ""
             if args.skip != here:
-                torch.distributed.all_reduce(torch.ones(3000), group=job.process_group)
+                torch.distributed.all_reduce(torch.ones(3000, device=job.device), group=job.process_group)
         if args.extras and job.last_micro_batch:
-            ones = torch.ones(3000)
+            ones = torch.ones(3000, device=job.device)
             torch.distributed.all_reduce(ones, group=job.process_group)
             counted = ones[0].item()
         optimizer.step()

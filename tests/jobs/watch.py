@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.devices import environment_on
 from tests.helpers import LAUNCHER_MODULES, Spawned, Spawner, is_running, wait_until
 from tests.jobs.forked import NAMESPACE
 
@@ -114,16 +115,20 @@ def elaunch(
     environment: Mapping[str, str | None] | None = None,
     within: Sequence[str] = (),
     host: str = "",
+    device: str = "",
 ) -> Node:
     """Start one agent with its event log in `folder`.
 
     `warm`: the launcher is a fork where it may be one, and workers of known scripts share their imports.
     `within`: what the command begins with, such as a shell that sets limits.
+    `device`: the type of device that workers compute on, where the test has several; on a GPU nothing is a fork of the
+    test's, so that workers begin there as they do for users.
     `host`: the network namespace of a host of `tests.netns`; the launcher is a fork that enters it.
     """
     log = folder / f"events-{name}.jsonl"
     preload = PRELOADS.get(Path(script[0]).name)
-    env = dict(environment or {})
+    env = (environment_on(device) if device else {}) | dict(environment or {})
+    warm = warm and device != "cuda"
     arguments = ["--events", str(log), *flags, *map(str, script)]
     assert not host or (warm and preload), "only a fork enters a network namespace"
     if warm and preload:
