@@ -32,15 +32,16 @@ def weights(node: Node) -> dict[str, str]:
     return found
 
 
-def reference(spawn: Spawner, folder: Path, *arguments: str) -> Reference:
+def reference(spawn: Spawner, folder: Path, *arguments: str, device: str = "cpu") -> Reference:
     """An undisturbed run by one worker; done once a session."""
 
     def run() -> Reference:
-        node = elaunch(spawn, folder, "--standalone", script=(SCRIPT, "--pp=1", *arguments), name="reference")
+        script: tuple[str | Path, ...] = (SCRIPT, "--pp=1", *arguments)
+        node = elaunch(spawn, folder, "--standalone", script=script, name="reference", device=device)
         assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
         return losses(node), digests(node), weights(node)
 
-    return once_a_session((SCRIPT, *arguments), run)
+    return once_a_session((SCRIPT, device, *arguments), run)
 
 
 def gone(node: Node, worker: str) -> bool:
@@ -51,16 +52,22 @@ def run(spawn: Spawner, folder: Path, *arguments: str, policy: str = "auto") -> 
     return elaunch(spawn, folder, *FOUR, f"--policy={policy}", script=(SCRIPT, "--dp=2", "--pp=2", *arguments))
 
 
-def check(node: Node, expected: Reference, dead: list[str]) -> None:
-    """That these workers were killed, and the job ended well, with the undisturbed run's results, bit by bit."""
+def check(node: Node, expected: Reference, dead: list[str], rounding: float = 0.0) -> None:
+    """That these workers were killed, and the job ended well, with the undisturbed run's results, bit by bit.
+
+    `rounding`: by how much losses may differ, relatively, where a result is not to have the same bits.
+    """
     assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
     exits = {event["worker"]: event for event in node.events("worker_exited")}
     for worker in dead:
         assert exits.pop(f"node0/{worker}").get("signal") == signal.SIGKILL, node.agent.tail()
     assert not any(event.get("exitcode") for event in exits.values()), node.agent.tail()
     found, samples, ended = expected
-    assert losses(node) == found
     assert digests(node) == samples
+    if rounding:
+        assert_same(losses(node), found, rounding)
+        return
+    assert losses(node) == found
     assert weights(node) == ended
 
 

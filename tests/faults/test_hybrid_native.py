@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.devices import BACKENDS, on_gpu
 from tests.faults.test_hybrid import FOUR, LIMIT_S, SCRIPT, check, reference
 from tests.helpers import Spawner, soak
 from tests.jobs.watch import assert_same, digests, elaunch, losses
@@ -14,28 +15,47 @@ from tests.jobs.watch import assert_same, digests, elaunch, losses
 pytestmark = pytest.mark.timeout(400)
 
 STEPS = ("--steps", "60")
+SLOW = ("--row-seconds=0.001", "--crew=4", "--await-native")
+ROUNDING = 1e-9
 
 
 @pytest.mark.parametrize(
-    ("deaths", "shape"),
+    ("dtype", "device"), [("bfloat16", "cpu"), on_gpu("bfloat16", "cuda"), on_gpu("float64", "cuda")]
+)
+def test_native_groups_give_every_bit_of_what_one_worker_gives(
+    spawn: Spawner, tmp_path: Path, dtype: str, device: str
+) -> None:
+    steps = ("--steps=10", f"--dtype={dtype}")
+    expected = reference(spawn, tmp_path, *steps, device=device)
+    script: tuple[str | Path, ...] = (SCRIPT, "--dp=2", "--pp=2", *steps, "--await-native")
+    node = elaunch(spawn, tmp_path, *FOUR, "--collectives=native", script=script, device=device)
+    check(node, expected, [])
+    (used,) = node.events("collectives")
+    assert (used["backend"], used["step"]) == (BACKENDS[device], 1)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "shape", "device"),
     [
-        (("0:20:compute", "3:40:share"), ("--dp=2", "--pp=2")),
-        soak(("1:20:half", "2:40:passed"), ("--dp=2", "--pp=2")),
-        soak(("3:20:ship", "0:40:enter"), ("--dp=2", "--pp=2")),
-        soak(("2:20:share", "1:40:compute"), ("--dp=1", "--pp=4")),
+        (("0:20:compute", "3:40:share"), ("--dp=2", "--pp=2"), "cpu"),
+        soak(("1:20:half", "2:40:passed"), ("--dp=2", "--pp=2"), "cpu"),
+        soak(("3:20:ship", "0:40:enter"), ("--dp=2", "--pp=2"), "cpu"),
+        soak(("2:20:share", "1:40:compute"), ("--dp=1", "--pp=4"), "cpu"),
+        on_gpu(("3:20:share",), ("--dp=2", "--pp=2"), "cuda"),
     ],
 )
 def test_deaths_among_native_groups_change_no_bit(
-    spawn: Spawner, tmp_path: Path, deaths: tuple[str, ...], shape: tuple[str, ...]
+    spawn: Spawner, tmp_path: Path, deaths: tuple[str, ...], shape: tuple[str, ...], device: str
 ) -> None:
-    expected = reference(spawn, tmp_path, *STEPS)
+    """On a GPU by rounding only: copies of its state are updated by the CPU, which rounds otherwise."""
+    expected = reference(spawn, tmp_path, *STEPS, device=device)
     flags = [flag for death in deaths for flag in ("--die", death)]
-    slow = ("--row-seconds", "0.001", "--crew", "4")
-    script: tuple[str | Path, ...] = (SCRIPT, *shape, *STEPS, *slow, *flags)
-    node = elaunch(spawn, tmp_path, *FOUR, "--collectives=native", script=script)
-    check(node, expected, [f"{death.split(':')[0]}#0" for death in deaths])
+    script: tuple[str | Path, ...] = (SCRIPT, *shape, *STEPS, *SLOW, *flags)
+    node = elaunch(spawn, tmp_path, *FOUR, "--collectives=native", script=script, device=device)
+    dead = [f"{death.split(':')[0]}#0" for death in deaths]
+    check(node, expected, dead, rounding=0.0 if device == "cpu" else ROUNDING)
     swaps = {event["generation"]: event for event in node.events("collectives")}
-    assert {event["backend"] for event in swaps.values()} == {"gloo"}
+    assert {event["backend"] for event in swaps.values()} == {BACKENDS[device]}
     begun = [event["step"] for event in swaps.values()]
     for death in deaths:
         assert any(step < int(death.split(":")[1]) for step in begun), f"none before {death}: {begun}"
@@ -43,35 +63,26 @@ def test_deaths_among_native_groups_change_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("consistency", "deaths"),
+    ("consistency", "deaths", "device"),
     [
-        ("fast", ("1:15:tp", "2:40:tp")),
-        soak("bitwise", ("0:15:tp", "3:40:tp")),  # each sum is an exchange, in a fixed order
-        soak("fast", ("3:15:compute", "0:40:tp")),
+        ("fast", ("1:15:tp", "2:40:tp"), "cpu"),
+        soak("bitwise", ("0:15:tp", "3:40:tp"), "cpu"),  # each sum is an exchange, in a fixed order
+        soak("fast", ("3:15:compute", "0:40:tp"), "cpu"),
+        on_gpu("fast", ("1:15:tp",), "cuda"),
     ],
 )
 def test_deaths_in_tensor_parallel_sums_of_native_groups_lose_no_step(
-    spawn: Spawner, tmp_path: Path, consistency: str, deaths: tuple[str, ...]
+    spawn: Spawner, tmp_path: Path, consistency: str, deaths: tuple[str, ...], device: str
 ) -> None:
-    found, samples, _ = reference(spawn, tmp_path, *STEPS)
+    found, samples, _ = reference(spawn, tmp_path, *STEPS, device=device)
     flags = [flag for death in deaths for flag in ("--die", death)]
-    script: tuple[str | Path, ...] = (
-        SCRIPT,
-        "--dp=2",
-        "--pp=1",
-        "--tp=2",
-        *STEPS,
-        "--row-seconds",
-        "0.001",
-        "--crew",
-        "4",
-        *flags,
-    )
+    shape = ("--dp=2", "--pp=1", "--tp=2")
+    script: tuple[str | Path, ...] = (SCRIPT, *shape, *STEPS, *SLOW, *flags)
     four = ("--standalone", "--nproc-per-node=4", f"--consistency={consistency}", "--collectives=native")
-    node = elaunch(spawn, tmp_path, *four, script=script)
+    node = elaunch(spawn, tmp_path, *four, script=script, device=device)
     assert node.agent.wait(LIMIT_S) == 0, node.agent.tail()
     # Sums over cut tensors have another order.
-    assert_same(losses(node), found, 1e-9)
+    assert_same(losses(node), found, ROUNDING)
     assert digests(node) == samples
     killed = {event["worker"] for event in node.events("worker_exited") if event.get("signal") == signal.SIGKILL}
     assert killed == {f"node0/{death.split(':')[0]}#0" for death in deaths}, node.agent.tail()

@@ -1,5 +1,7 @@
 """A small model in layers under elaunch.hybrid(); a layer of it can raise, or wait for its test, in a step.
 
+It trains on its GPU if it has one, else on the CPU.
+
 `--die`, as in `tests/jobs/train.py`, knows these moments: `compute`, `ship` (before the last gradients for the copies
 go out), `enter`, `half` and `passed` of one step, and, in that step or a later one,
 
@@ -52,15 +54,16 @@ from elaunch.workers.hooks import Verdict
 from elaunch.workers.layers.carry.native import NativeCarrier
 from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.job import HybridJob
+from elaunch.workers.layers.model import Layer as EngineLayer
 from elaunch.workers.layers.snapshots import Snapshots
 from elaunch.workers.layers.tensor_parallel import current
 from elaunch.workers.layers.zero import ZeroOptimizer
 from elaunch.workers.state import checkpoint
 from elaunch.workers.state.background import BackgroundMove
-from tests.jobs import come_late, say
+from tests.jobs import come_late, say, share_device
 from tests.jobs.eager import compile_nothing
 from tests.jobs.hangs import Hangs
-from tests.jobs.train import Faults, Pace, Samples, die, wait_for_save
+from tests.jobs.train import Faults, Pace, Samples, await_native, die, wait_for_save
 
 WIDTH = 12
 
@@ -181,8 +184,13 @@ def replan(job: HybridJob, engine: Engine, given: Plan, degrees: str, weights_on
     if weights_only:
         for (number, _), layer in engine.layers.items():
             layer.module.eval()
-            code = zlib.crc32(b"".join(value.numpy().tobytes() for value in layer.tensors().values()))
-            say(f"lent {engine.step} {number} {layer.tp_rank.rank}/{layer.tp_rank.size} {code:08x}")
+            say(f"lent {engine.step} {number} {layer.tp_rank.rank}/{layer.tp_rank.size} {digest(layer)}")
+
+
+def digest(layer: EngineLayer) -> str:
+    """Returns a digest of a layer's values."""
+    values = [value.detach().cpu().contiguous().view(torch.uint8) for value in layer.tensors().values()]
+    return f"{zlib.crc32(b''.join(value.numpy().tobytes() for value in values)):08x}"
 
 
 def fill_disk(step: int) -> None:
@@ -204,6 +212,7 @@ def fill_disk(step: int) -> None:
 
 def main() -> None:
     come_late()
+    share_device()
     compile_nothing()
     parser = argparse.ArgumentParser()
     parser.add_argument("--dp", type=int, default=1)
@@ -213,6 +222,8 @@ def main() -> None:
     parser.add_argument("--deferred", type=int, default=0, help="micro-batches whose weight gradients may wait")
     parser.add_argument("--units", type=int, default=8, help="micro-batches of a step")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--dtype", choices=("float64", "bfloat16"), default="float64")
+    parser.add_argument("--await-native", action="store_true", help="no step before native groups are open")
     parser.add_argument("--snapshots", type=int, default=1)
     parser.add_argument("--max-extra-bytes", type=int)
     parser.add_argument("--crew", type=int, default=0, help="with fewer members, steps take 0.1 s more")
@@ -254,6 +265,7 @@ def main() -> None:
         step, _, file = args.hold_change.partition(":")
         hold_changes(int(step), Path(file))
 
+    dtype = getattr(torch, args.dtype)
     job = elaunch.hybrid()
     clocks = SimulatedClocks((1000, 1200, 1400, 1600, 1800, 2000), 1000)
     if args.clocks:
@@ -283,8 +295,8 @@ def main() -> None:
         loss_fn,
         partial(torch.optim.AdamW, lr=3e-3),
         replace(plan, idle=tuple(workers[busy:]), deferred=args.deferred),
-        dataset=Samples(torch.float64),
-        dtype=torch.float64,
+        dataset=Samples(dtype),
+        dtype=dtype,
         clip_norm=1.0,
         scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=args.steps),
         snapshots=args.snapshots,
@@ -314,6 +326,8 @@ def main() -> None:
             time.sleep(0.005)
         pace.before()
         pace.after()
+        if args.await_native:
+            await_native(job)
         if args.hang_between:
             hangs.at(engine.step)
         if args.spoil == f"{os.environ.get('LOCAL_RANK', '0')}:{engine.step}":
@@ -325,8 +339,7 @@ def main() -> None:
             say(f"step {report.step} loss {report.loss!r} norm {report.gradient_norm!r}")
     job.finish()
     for (number, _), layer_here in engine.layers.items():
-        weights = b"".join(value.numpy().tobytes() for value in layer_here.tensors().values())
-        say(f"weights {number} {zlib.crc32(weights):08x}")
+        say(f"weights {number} {digest(layer_here)}")
     say(f"ended {job.worker} pid {os.getpid()}")
 
 
