@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.devices import BACKENDS, on_gpu
 from tests.helpers import Spawner
 from tests.jobs.watch import elaunch
 
@@ -19,15 +20,15 @@ CALLS = {
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("carrier", ["links", "native"])
+@pytest.mark.parametrize(("carrier", "device"), [("links", "cpu"), ("native", "cpu"), on_gpu("native", "cuda")])
 def test_the_calls_of_frameworks_give_what_they_should_before_and_after_a_death(
-    spawn: Spawner, tmp_path: Path, carrier: str
+    spawn: Spawner, tmp_path: Path, carrier: str, device: str
 ) -> None:
     flags = ("--standalone", "--nproc-per-node=4", "--max-restarts=0", f"--collectives={carrier}")
-    node = elaunch(spawn, tmp_path, *flags, script=(SCRIPT, carrier))
+    node = elaunch(spawn, tmp_path, *flags, script=(SCRIPT, carrier), device=device)
     assert node.agent.wait(150) == 0, node.agent.tail()
     told = re.findall(r"calls (\d) (\w+) (.*)", node.agent.text())
-    backend = "gloo" if carrier == "native" else "links"
+    backend = BACKENDS[device] if carrier == "native" else "links"
     assert sorted((size, by) for size, by, _ in told) == [*[("3", backend)] * 3, *[("4", backend)] * 4]
     assert all(set(names.split()) == CALLS for _, _, names in told)
     # The step in which the worker died did not commit with it.
