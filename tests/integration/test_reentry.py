@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elaunch.rendezvous.embedded import EmbeddedEtcd
+from tests.devices import DEVICES, on_gpu
 from tests.helpers import ROOT, Spawner, once_a_session, scaled, soak
 from tests.jobs.watch import Node, elaunch, kill_node, wait_for, wait_for_step
 
@@ -19,10 +20,12 @@ SCRIPT = ROOT / "tests" / "jobs" / "elastic.py"
 STEPS = 50  # two passes over 600 samples in steps of 24
 
 
-def run(spawn: Spawner, folder: Path, *flags: str, workers: int = 3, code: int = 0, name: str = "elastic") -> Node:
+def run(
+    spawn: Spawner, folder: Path, *flags: str, workers: int = 3, name: str = "elastic", device: str = "cpu"
+) -> Node:
     command = ("--standalone", f"--nproc-per-node={workers}", "--max-restarts=6")
-    node = elaunch(spawn, folder, *command, script=(SCRIPT, *flags), name=name)
-    assert node.agent.wait(scaled(100, 250)) == code, node.agent.tail()
+    node = elaunch(spawn, folder, *command, script=(SCRIPT, *flags), name=name, device=device)
+    assert node.agent.wait(scaled(100, 250)) == 0, node.agent.tail()
     return node
 
 
@@ -51,12 +54,12 @@ class Course:
     weights: float
 
 
-def undisturbed(spawn: Spawner, folder: Path) -> Course:
+def undisturbed(spawn: Spawner, folder: Path, device: str = "cpu") -> Course:
     def make() -> Course:
-        calm = run(spawn, folder, name="calm")
+        calm = run(spawn, folder, name="calm", device=device)
         return Course(steps(calm), weights(calm))
 
-    return once_a_session(("re-entry",), make)
+    return once_a_session(("re-entry", device), make)
 
 
 def assert_as_undisturbed(node: Node, calm: Course) -> None:
@@ -68,24 +71,29 @@ def assert_as_undisturbed(node: Node, calm: Course) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("workers", "flags"), [(3, ()), soak(3, ("--late",)), soak(18, ())])
+@pytest.mark.parametrize(
+    ("workers", "flags", "device"),
+    [(3, (), "cpu"), soak(3, ("--late",), "cpu"), soak(18, (), "cpu"), on_gpu(3, (), "cuda")],
+)
 def test_whoever_dies_the_others_enter_again_and_each_sample_is_used_once(
-    spawn: Spawner, tmp_path: Path, workers: int, flags: tuple[str, ...]
+    spawn: Spawner, tmp_path: Path, workers: int, flags: tuple[str, ...], device: str
 ) -> None:
     """Also where there are so many that not all have links to all."""
-    calm = undisturbed(spawn, tmp_path)
+    calm = undisturbed(spawn, tmp_path, device)
     assert [step for step, _, _ in calm.steps] == list(range(STEPS))
     deaths = ("--die", "1:7:step", "--die", "0:20:step", "--sleep", "0.02")
-    node = run(spawn, tmp_path, *deaths, *flags, *in_turn(tmp_path), workers=workers, name="deaths")
+    flags = (*deaths, *flags, *in_turn(tmp_path))
+    node = run(spawn, tmp_path, *flags, workers=workers, name="deaths", device=device)
     assert_as_undisturbed(node, calm)
     assert f"{workers - 1} members, step 7" in node.agent.text()
 
 
 @pytest.mark.timeout(200)
-def test_a_part_that_one_worker_has_alone_survives_it(spawn: Spawner, tmp_path: Path) -> None:
-    calm = undisturbed(spawn, tmp_path)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_part_that_one_worker_has_alone_survives_it(spawn: Spawner, tmp_path: Path, device: str) -> None:
+    calm = undisturbed(spawn, tmp_path, device)
     deaths = ("--die", "2:9:step", "--die", "0:30:step")
-    node = run(spawn, tmp_path, "--shards", "3", *deaths, *in_turn(tmp_path), name="deaths")
+    node = run(spawn, tmp_path, "--shards", "3", *deaths, *in_turn(tmp_path), name="deaths", device=device)
     assert_as_undisturbed(node, calm)
     # The first member needs half of it, and has a third of its own and the one that it kept for the other end.
     assert node.events("restored")[0]["bytes_moved"] > 0

@@ -1,5 +1,7 @@
 """An elastic function: DistributedDataParallel or FSDP2 over Gloo, as a script of its own would have them.
 
+With a GPU it is over NCCL, and several workers may share that GPU.
+
     elaunch --standalone --nproc-per-node=4 tests/jobs/elastic.py --shards 4 --die 1:10:step
 
 `--die LOCAL_RANK:STEP:WHERE` kills the first process of a slot: in a collective for which the others wait (step),
@@ -31,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import elaunch
+from benchmarks.one_device import device_of
 from elaunch.errors import GenerationChanged
 from elaunch.workers.comm import group as group_module
 from elaunch.workers.recovery import Recovery
@@ -38,6 +41,7 @@ from elaunch.workers.reentry import copies, run
 from tests.jobs import join_after
 
 SAMPLES, BATCH = 600, 24
+HERE = device_of(int(os.environ.get("LOCAL_RANK", "0")))
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--shards", type=int, default=0, help="members along a shard axis; 0: DistributedDataParallel")
@@ -116,11 +120,12 @@ def stick(step: int) -> None:
 def build(size: int) -> nn.Module:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 63), nn.ReLU(), nn.Linear(63, 1)).double()
+    net.to(HERE)
     if not arguments.shards:
         return DistributedDataParallel(net)
     whole = size % arguments.shards == 0 and size > arguments.shards
     shape, names = ((size // arguments.shards, arguments.shards), ("replicas", "shards")) if whole else ((size,), None)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(HERE.type, shape, mesh_dim_names=names)
     for layer in net:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
@@ -134,7 +139,7 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 @elaunch.elastic
 def train(state: elaunch.ElasticState) -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group(dist.get_default_backend_for_device(HERE))
     model = build(state.size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
@@ -175,7 +180,7 @@ def train(state: elaunch.ElasticState) -> None:
             with torch.no_grad():
                 next(model.parameters()).mul_(1.0)
         time.sleep(arguments.sleep)
-        loss = nn.functional.mse_loss(model(x), y) * state.weight
+        loss = nn.functional.mse_loss(model(x.to(HERE)), y.to(HERE)) * state.weight
         optimizer.zero_grad()
         die("step", state.step)
         stick(state.step)
