@@ -178,6 +178,26 @@ def test_whoever_dies_or_stops_in_a_collective_the_others_are_freed_and_do_the_s
         assert not by_step[after["step"]][1], "the step is done again over links"
 
 
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_death_while_the_survivors_open_their_group_is_survived(
+    spawn: Spawner, tmp_path: Path, device: str
+) -> None:
+    """They wait in the opening for the one that died, until the next generation ends it."""
+    node = hurt(spawn, tmp_path, "--fault=0:8:sum:kill", "--fault=1:8:open:kill", device=device)
+    first, second = (event for event in node.events("worker_exited") if event.get("signal"))
+    assert (first["worker"], second["worker"]) == ("node0/0#0", "node0/1#0")
+    (between,) = (
+        event["generation"]
+        for event in node.events("generation")
+        if event["workers"] == [f"node0/{n}#0" for n in (1, 2, 3)]
+    )
+    found = swaps(node)
+    assert between not in found, "its group was never used"
+    assert min(found) < between < max(found)
+    assert {event["backend"] for event in node.events("collectives")} == {BACKENDS[device]}
+
+
 @pytest.mark.timeout(300)
 def test_whoever_dies_while_summands_travel_the_others_are_freed_and_do_the_step_again(
     spawn: Spawner, tmp_path: Path

@@ -11,6 +11,10 @@ step from STEP on in which the whole crew is there and sums natively, at
     enter     before it speaks at the commit barrier
     half      when it has spoken to one of the others there
 
+or, when one of the crew is missing,
+
+    open      as it begins to open the native group of the others, in which they wait for it
+
 `--device` gives groups of Gloo the manners of a device's: whoever waits goes on at once, a sum that was cut off leaves
 garbage in the tensor, and only the group itself tells of that.
 
@@ -27,6 +31,7 @@ import argparse
 import os
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +41,7 @@ from torch import nn
 import elaunch
 from elaunch.policy.collectives import in_order
 from elaunch.workers import runtime
+from elaunch.workers.comm.native.bulk import Bulk
 from elaunch.workers.comm.native.gloo import GlooBulk
 from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.comm.native.nccl import NcclBulk
@@ -63,10 +69,17 @@ class NativeFaults(train.Faults):
         native: type[NcclBulk | GlooBulk] = NcclBulk if job.device.type == "cuda" else GlooBulk
         begins = "exchange" if in_order(os.environ) else "all_reduce"
         self._die_around(native, begins, before="issue", after="sum")
+        self._wrap(native, "open", self._open)
 
     def due(self, phase: str) -> bool:
         step = self.steps.get(phase)
         return step is not None and self.job.step >= step and is_whole(self.job, self.crew)
+
+    def _open(self, original: Callable[..., Any], bulk: Bulk, store: Any, rank: int, size: int, **more: Any) -> None:
+        step = self.steps.get("open")
+        if step is not None and self.job.step >= step and size == self.crew - 1:
+            train.die()
+        original(bulk, store, rank, size, **more)
 
 
 def is_whole(job: BaseJob, crew: int) -> bool:

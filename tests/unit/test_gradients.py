@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from elaunch.workers.data_parallel.gradients import DataParallel, GradientBuckets
+from tests.devices import DEVICES
 
 
 class Crew:
@@ -72,14 +73,35 @@ def test_the_buckets_hold_the_sum_of_the_micro_batches_in_reverse_order_of_the_p
         assert torch.equal(own, gradient)
 
 
-def test_a_bucket_is_launched_while_backward_still_runs() -> None:
-    model = net()
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_bucket_is_launched_while_backward_still_runs(device: str) -> None:
+    model = net().to(device)
     crew = Crew(model)
     seen: list[int] = []
     model[0].register_full_backward_pre_hook(lambda *_: seen.append(len(crew.launched)))
     crew.buckets.arm()
-    model(rows(0, 2).requires_grad_()).sum().backward()
+    model(rows(0, 2).to(device).requires_grad_()).sum().backward()
     assert seen == [2]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_summed_is_the_memory_of_the_gradients_in_each_step(device: str) -> None:
+    model, launched = net().to(device), list[torch.Tensor]()
+    buckets = GradientBuckets(list(model.parameters()), lambda _, flat: launched.append(flat), 100, 100)
+    places = []
+    for _ in range(3):
+        launched.clear()
+        buckets.arm()
+        model(rows(0, 2).to(device)).sum().backward()
+        for flat in launched:
+            flat.fill_(7.0)  # the sum
+        gradients = [gradient for gradient in grads(model) if gradient is not None]
+        assert all(bool((gradient == 7.0).all()) for gradient in gradients), "a gradient is a copy"
+        places.append([one.data_ptr() for one in (*launched, *gradients)])
+        assert {one.device.type for one in (*launched, *gradients)} == {device}
+        buckets.zero()
+    assert len(places[0]) > 4
+    assert places[0] == places[1] == places[2]
 
 
 def test_nothing_is_launched_before_the_last_backward() -> None:

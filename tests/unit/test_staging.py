@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from elaunch.workers.state.staging import CopiesOnHost, Staging, to_host
+from elaunch.workers.state.staging import CopiesOnHost, DeviceCopies, Staging, begun_to_host, copies_of, to_host
+from tests.devices import DEVICES
 from tests.unit.late_copies import LateCopies
 
 
@@ -55,6 +56,27 @@ def test_what_has_come_reaches_its_place_though_the_next_comes_meanwhile(ahead: 
     staging.end()
     for number, views in enumerate(places, 1):
         assert all(map(torch.equal, views, columns(number)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_on_a_device_comes_to_another_through_pinned_memory_beside_its_work(device: str) -> None:
+    sent = [[one.to(device) for one in columns(number)] for number in range(1, 6)]
+    places = [[torch.zeros_like(one) for one in views] for views in sent]
+    copies = copies_of(torch.device(device))
+    if isinstance(copies, DeviceCopies):
+        assert copies.new(8).is_pinned()
+        assert copies._stream.stream_id != torch.accelerator.current_stream().stream_id
+    assert isinstance(copies, DeviceCopies) == (device != "cpu")
+    sender, receiver = Staging(copies, list[int]().append), Staging(copies, list[int]().append)
+    for views, message in zip(places, sender.leaving(iter(sent)), strict=True):
+        with receiver.coming(views) as buffer:
+            buffer.bytes[:] = message.bytes
+    receiver.end()
+    assert all(torch.equal(one, other) for pair in zip(places, sent) for one, other in zip(*pair))
+    gradient = torch.ones(1 << 20, device=device).mul_(3.0)
+    host = begun_to_host(gradient)()
+    assert host.device.type == "cpu"
+    assert host.unique().tolist() == [3.0]
 
 
 def test_buffers_are_let_go_only_when_nothing_is_copied_from_them() -> None:
