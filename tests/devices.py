@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import pytest
 import torch
 from _pytest.mark import ParameterSet
@@ -11,6 +14,16 @@ GPU = (
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 )
 """The marks of a test that needs a GPU."""
+
+Test = TypeVar("Test", bound=Callable[..., object])
+
+
+def needs_gpu(test: Test) -> Test:
+    """Marks a test."""
+    for mark in GPU:
+        test = mark(test)
+    return test
+
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """What native groups are made of, by type of the device."""

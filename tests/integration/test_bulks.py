@@ -14,15 +14,11 @@ import torch.distributed as dist
 from elaunch.workers.comm.native import reconfigure
 from elaunch.workers.comm.native.nccl import CRASHES_IN_ABORT, refuse_version
 from tests import ROOT
+from tests.devices import needs_gpu, on_gpu
 from tests.helpers import Spawner
 
 RANKS = 3
 SCENARIOS = ("freed", "beside", "eager", "ordered", "batch", "options", "order", "pulse", "blocked", "death")
-
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: NCCL is not tried"),
-]
 
 
 def run(spawn: Spawner, tmp_path: Path, device: str, *scenarios: str) -> None:
@@ -54,25 +50,18 @@ def test_native_groups_of_gloo_between_processes(spawn: Spawner, tmp_path: Path)
     run(spawn, tmp_path, "cpu", *SCENARIOS)
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [pytest.param(name, marks=on_gpu) for name in SCENARIOS],
-)
+@pytest.mark.parametrize("scenario", [on_gpu(name) for name in SCENARIOS])
 def test_native_groups_of_nccl_between_processes_on_one_gpu(spawn: Spawner, tmp_path: Path, scenario: str) -> None:
     run(spawn, tmp_path, "cuda:0", scenario)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or reconfigure.OPTIONS is None,
-    reason="no GPU, or a torch before 2.14: NCCL's groups are not connected anew",
-)
+@pytest.mark.skipif(reconfigure.OPTIONS is None, reason="a torch before 2.14: NCCL's groups are not connected anew")
+@needs_gpu
 def test_a_group_of_nccl_is_connected_anew_among_the_survivors(spawn: Spawner, tmp_path: Path) -> None:
     run(spawn, tmp_path, "cuda:0", "anew")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: NCCL is not tried")
+@needs_gpu
 def test_the_nccl_of_this_machine_can_abort_or_is_refused_by_name() -> None:
     version = torch.cuda.nccl.version()
     first, last = CRASHES_IN_ABORT

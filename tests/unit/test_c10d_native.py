@@ -24,6 +24,7 @@ from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.native.gloo import GlooBulk
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.data_parallel.reducer import NativeSums
+from tests.devices import needs_gpu
 from tests.unit.comm_crew import Task, crew, each
 from tests.unit.test_native import Device, gloo
 
@@ -348,8 +349,7 @@ def test_nobody_is_to_look_at_what_a_graph_records_or_where_that_would_spoil_one
         pass
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_gpu
 def test_a_cuda_graph_is_recorded_while_another_thread_looks_at_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     device, shown = torch.device("cuda", torch.cuda.current_device()), list[Any]()
     monkeypatch.setattr("elaunch.workers.heartbeat.is_shown", lambda: True)

@@ -21,6 +21,7 @@ from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.mesh import Meshes, in_backward
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 from elaunch.workers.comm.transport import Transport
+from tests.devices import DEVICES
 from tests.helpers import ROOT
 from tests.unit.comm_crew import crew
 
@@ -122,19 +123,7 @@ def test_equal_meshes_are_forgotten_in_the_thread_of_a_devices_backward_too(monk
     assert where == ["meta"]
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator"),
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", DEVICES)
 def test_what_dtensor_knew_of_a_mesh_is_forgotten_where_torch_goes_backward(world: World, device: str) -> None:
     found: list[tuple[int, int]] = []
     one = world.mesh()

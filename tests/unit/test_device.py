@@ -14,6 +14,7 @@ import torch
 from elaunch.workers.comm.native import warm_up
 from elaunch.workers.comm.native.warm_up import WarmUp
 from elaunch.workers.device import keep_freed_memory, load_kernels
+from tests.devices import DEVICES
 
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -73,19 +74,7 @@ def test_what_the_user_has_chosen_stays(name: str) -> None:
     assert not keep_freed_memory({name: "1"})
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize("kind", DEVICES)
 def test_what_a_joiner_loads_draws_no_random_numbers(kind: str) -> None:
     device = torch.device(kind)
     drawn_from = torch.cuda.get_rng_state if kind == "cuda" else torch.get_rng_state

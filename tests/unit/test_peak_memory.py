@@ -17,6 +17,7 @@ from elaunch.policy.profile import Profile
 from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.layers.timing import Stopwatch
+from tests.devices import needs_gpu
 
 pytestmark = pytest.mark.job
 
@@ -86,8 +87,7 @@ def test_a_peak_is_within_a_twentieth_of_what_the_allocator_counts(units: int, c
     assert estimate_step(plan, known).peak_bytes["w0"] == pytest.approx(peak, rel=0.05)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
+@needs_gpu
 @pytest.mark.parametrize("units", [2, 8])
 @pytest.mark.parametrize("consistency", ["bitwise", "fast"])
 def test_a_peak_on_an_accelerator_is_within_a_twentieth_of_what_its_allocator_counts(

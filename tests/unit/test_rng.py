@@ -24,6 +24,7 @@ from elaunch.workers.random.rng import (
 )
 from elaunch.workers.random.rows import RowsOfUnit, math_attention
 from elaunch.workers.random.trace import RandomTrace
+from tests.devices import needs_gpu
 from tests.unit.random_layers import CASES, Attention, Case, run
 
 WHOLE: tuple[RowsOfUnit, ...] = ((0, range(2), 0),)
@@ -95,8 +96,7 @@ def test_a_device_that_is_not_in_use_is_left_alone(monkeypatch: pytest.MonkeyPat
     assert torch.equal(device.get_rng_state(), before)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
+@needs_gpu
 def test_a_generator_of_a_device_goes_on_from_where_it_was_read() -> None:
     x = torch.ones(1000, device="cuda")
     read = read_generators()
@@ -247,8 +247,7 @@ def test_rows_that_do_not_follow_each_other_are_a_mistake_of_the_caller() -> Non
         run(DROPOUT.make(), DROPOUT.trace(), DROPOUT.input(2), ((0, range(1, 3), 0),))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator")
+@needs_gpu
 @pytest.mark.parametrize("name", sorted(CASES.keys() - {"recurrent"}))  # there RNNs are one operation
 def test_parts_draw_the_same_on_an_accelerator(name: str) -> None:
     case, device = CASES[name], torch.device("cuda")
