@@ -203,6 +203,7 @@ def test_a_second_death_while_the_survivors_open_their_group_is_survived(
     found = swaps(node)
     assert between not in found, "its group was never used"
     assert min(found) < between < max(found)
+    assert re.findall(r"groups that still open: (\d+)", node.agent.text()) == ["0"] * 4, "one still waits for the dead"
     assert {event["backend"] for event in node.events("collectives")} == {BACKENDS[device]}
 
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -261,6 +262,8 @@ def main() -> None:
         optimizer.zero_grad()
     norm = float(sum(parameter.detach().square().sum().item() for parameter in net.parameters()))
     say(f"ended {job.worker} norm {norm.hex()} after {job.step} steps")
+    opening = [thread for thread in threading.enumerate() if thread.name == "elaunch-native-open"]
+    say(f"groups that still open: {len(opening)}")
 
 
 if __name__ == "__main__":
