@@ -97,6 +97,7 @@ class Founder:
     ) -> None:
         self.standing = Standing(node)
         self._founding: Founding | None = None  # to be written into the store at the next connection
+        self._entered = True  # the store to which it went over last, if there is one
         self._founded_s = 0.0
         self._looker: threading.Thread | None = None
         self._word: threading.Thread | None = None
@@ -127,6 +128,7 @@ class Founder:
 
     def connected(self) -> None:
         """Notes that this node can reach its store."""
+        self._entered = True
         self._rounds.begin()
         self._told.clear()
         self._stand(away=False)
@@ -151,7 +153,7 @@ class Founder:
             # Read after its end was seen: as long as its lease lasted it can have gone over to no other store.
             if address in answers.ended and self._session.has_node(node, address):
                 self._replica.note_ended(address)
-        move = better_store(self.standing, generation, answers.standings.values())
+        move = better_store(self.standing, generation, list(answers.standings.values()))
         if move is not None:
             self._go_over(move)
             raise StoreLeft(f"this node goes over to {move.store}")
@@ -251,7 +253,8 @@ class Founder:
             for node, address in seats.items()
             if address in answers.paused and may_have_paused(address, silent, loss.lapsed)
         ]
-        return self._act(next_move(self.standing, generation, others, loss, paused), bool(there))
+        move = next_move(self.standing, generation, others, loss, paused, self._entered)
+        return self._act(move, bool(there))
 
     def _wait_for_server(self, is_there: bool) -> float | None:
         """Waits until the server that this node has started serves."""
@@ -293,6 +296,7 @@ class Founder:
         self._move(address)
 
     def _move(self, address: str) -> None:
+        self._entered = False
         self._settings.move(address)
         self._session.move()
         self._replica.begin_store()

@@ -14,12 +14,12 @@ tells all whom it misses (`Absent`), and their ends do not count.
 
 Each store that is founded has a higher epoch than all that its founder knew of, and generations that are made in it
 have numbers that no former store gives out. Nodes go over to the highest epoch. Only where nothing was decided in it,
-since too few came, they return to those that could do without them.
+since too few came, or nobody serves it any more, they return to those that could do without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from elaunch.rendezvous.membership import Generation, names_text
@@ -149,6 +149,7 @@ def next_move(
     others: Mapping[str, Standing | None],
     loss: Loss,
     paused: Collection[str] = (),
+    entered: bool = True,
 ) -> Move:
     """Returns what a node does that cannot reach the store.
 
@@ -158,9 +159,10 @@ def next_move(
         others: how others stand, by node; None: they did not answer.
         loss: what it knows of the store.
         paused: nodes that did not answer just now, and may in a moment: their absence stays in doubt for a lease.
+        entered: whether it has been in the store that it cannot reach, and is not still on its way there.
     """
     answers = [one for one in others.values() if one is not None]
-    if (better := better_store(own, generation, answers)) is not None:
+    if (better := better_store(own, generation, answers, entered)) is not None:
         return better
     order = _order(generation)
     same = [one for one in (own, *answers) if one.epoch == own.epoch]
@@ -198,15 +200,25 @@ def next_move(
     return FoundStore(Founding(epoch, own.node, tuple(sorted(ended)), gone))
 
 
-def better_store(own: Standing, generation: Generation, answers: Iterable[Standing]) -> GoOver | None:
-    """Returns where a node goes over to whose store is lost, or has too few of the job's nodes; None: nowhere."""
+def better_store(
+    own: Standing, generation: Generation, answers: Collection[Standing], entered: bool = True
+) -> GoOver | None:
+    """Returns where a node goes over to whose store is lost, or has too few of the job's nodes; None: nowhere.
+
+    Args:
+        own, generation, entered: as for `next_move`.
+        answers: how others stand.
+    """
     has_decided = own.generation >= own.epoch * NUMBERS
+    is_given_up = not entered and not any(one.serves and one.store == own.store for one in (own, *answers))
 
     def is_better(other: Standing) -> bool:
         if not other.store or other.store == own.store:
             return False
         if other.epoch > own.epoch:
             return True
+        if is_given_up:
+            return not other.away
         # Its founder has given it up; or too few have come to it, and others go on where they were.
         return (own.epoch > 0 and not has_decided) and (other.node == own.founder or not other.away)
 

@@ -448,7 +448,7 @@ class FoundingNode(Node):
             doc = self.hosted.docs.get(node)
             if address in ended and doc is not None and doc[0].liveness_address == address:
                 self.view = replace(self.view, ended=self.view.ended | {address})
-        move = better_store(self.standing(away=False), generation, answers.values())
+        move = better_store(self.standing(away=False), generation, list(answers.values()))
         if move is not None:
             self.disconnect()
             self.hosted.watch_lease(self)
@@ -554,7 +554,7 @@ class FoundingNode(Node):
             for node in silent
             if self.silent_since_s[node] > self.world.now_s - LOST_S and may_have_paused(seats[node], unheard, lapsed)
         ]
-        self.act(next_move(self.standing(away=True), generation, others, loss, paused))
+        self.act(next_move(self.standing(away=True), generation, others, loss, paused, self.in_store))
         if not self.connected:
             self.world.at(ROUND_S, self.seek)
 

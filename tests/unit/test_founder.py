@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +84,24 @@ def test_both_nodes_that_lost_the_store_at_once_need_one_round_once_their_leases
     place.now_s = LEASE_S + 0.01
     assert place.founder.seek() is None
     assert place.moved == ["10.0.0.2:29400"]
+
+
+def test_a_node_that_never_came_into_the_store_that_it_went_over_to_goes_where_others_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = Place(monkeypatch)
+    new = Standing("c", epoch=1, newest=1, store="10.0.0.3:29400", generation=3)
+    place.answers.standings["c"] = new
+    assert place.founder.seek() == 0.0
+    assert place.moved == ["10.0.0.3:29400"]
+    old = Standing("a", store="10.0.0.1:29400", generation=3, serves=True)
+    place.answers.standings = {"a": old, "c": replace(new, epoch=0, store="10.0.0.1:29400")}
+    place.founder._settings = replace(place.founder._settings, servers=lambda: ("10.0.0.3:29400",))
+    assert place.founder.seek() == 0.0
+    assert place.moved == ["10.0.0.3:29400", "10.0.0.1:29400"]
+    place.founder._entered = True
+    place.founder._settings = replace(place.founder._settings, servers=lambda: ("10.0.0.2:29400",))
+    assert place.founder.seek() is None, "one that it has been in it waits for"
 
 
 def test_a_node_that_did_not_answer_just_now_is_not_lost_with_the_store(monkeypatch: pytest.MonkeyPatch) -> None:

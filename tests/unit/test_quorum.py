@@ -184,13 +184,13 @@ def stands(name: str, **fields: Any) -> Standing:
     return Standing(name, **values)
 
 
-def moves(names: str, *others: Standing, own: Standing | None = None, **loss: Any) -> Move:
+def moves(names: str, *others: Standing, own: Standing | None = None, entered: bool = True, **loss: Any) -> Move:
     """What node b of a job whose store was on node a does."""
     own = own or stands("b")
     answers: dict[str, Standing | None] = dict.fromkeys(set(names) - {"b"})
     answers |= {one.node: one for one in others}
     seen = Loss(**{"servers": 1, "listening": 0, "ended": 0, "lapsed": False, **loss})
-    return next_move(own, train(names), answers, seen)
+    return next_move(own, train(names), answers, seen, entered=entered)
 
 
 def test_those_are_absent_that_are_missed_and_not_in_the_store() -> None:
@@ -226,7 +226,7 @@ class TestNodesThatLostTheStore:
 
     def test_an_end_counts_only_where_all_of_them_have_seen_it(self) -> None:
         own = stands("b", ended=("a:1", "d:1"))
-        loss = {"servers": 1, "ended": 1}
+        loss: dict[str, Any] = {"servers": 1, "ended": 1}
         one_saw = moves("abcd", stands("c", ended=("a:1",)), own=own, **loss)
         assert isinstance(one_saw, Stay)
         both_saw = moves("abcd", stands("c", ended=("a:1", "d:1")), own=own, **loss)
@@ -239,7 +239,7 @@ class TestNodesThatLostTheStore:
 
     def test_one_of_two_servers_is_not_waited_for_if_the_other_one_will_not_come_back(self) -> None:
         own = stands("b", ended=("a:1",), serves=True)
-        loss = {"servers": 2, "listening": 1, "ended": 1}
+        loss: dict[str, Any] = {"servers": 2, "listening": 1, "ended": 1}
         found = moves("abc", stands("c", ended=("a:1",)), own=own, **loss)
         assert found == FoundStore(Founding(1, "b", ("a:1",), ("a",)))
         both = moves("abc", stands("a", serves=True), stands("c"), own=own, servers=2, listening=1, lapsed=True)
@@ -279,3 +279,13 @@ class TestNodesThatLostTheStore:
         assert moves("abc", stands("a", away=False), own=own) == GoOver("old", 0)
         decided = replace(own, generation=NUMBERS)
         assert isinstance(moves("abc", stands("a", away=False), own=decided), Stay)
+
+    def test_who_is_on_the_way_to_one_that_was_given_up_goes_to_those_that_have_one(self) -> None:
+        """Its founder had returned to the old one, which could be reached again (seed 807 of the simulation)."""
+        own, back = stands("b", newest=1, store="new"), stands("a", away=False, serves=True)
+        on_the_way = stands("c", newest=1, store="new")
+        assert moves("abc", back, on_the_way, own=own, entered=False) == GoOver("old", 0)
+        starts = replace(on_the_way, serves=True)
+        assert isinstance(moves("abc", back, starts, own=own, entered=False), Stay), "c starts it"
+        assert isinstance(moves("abc", replace(back, away=True), on_the_way, own=own, entered=False), Stay)
+        assert isinstance(moves("abc", back, on_the_way, own=own), Stay), "it has been there"
