@@ -349,7 +349,6 @@ class Recovery:
         received_bytes = self._hooks.transfer(group, verdict)
         self._transferred = _Activation(f"{generation.number}.{self._activations}", generation, group, verdict)
         self._transition.bytes_moved += sum(map(int, group.all_gather_bytes(str(received_bytes).encode())))
-        self._transition.moved_over = group.paths.last if group.paths is not None else None
         with self._lock:
             self._firm = True  # all have what the plan gives them
         t2 = time.time()
@@ -388,6 +387,7 @@ class Recovery:
             return None
         if self._group.rank == 0:
             transition.first_step = first_step or {}
+            transition.moved_over = self._group.paths.last if self._group.paths is not None else None
             fields = {"generation": self.generation.number, **transition.event(time.time())}
             self._client.send(Report("transition", fields))
         return transition.fixed_s

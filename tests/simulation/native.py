@@ -152,7 +152,7 @@ class SimulatedGroups(NativeGroups):
         self.leaves = True
         super().close()
 
-    def _start(self, name: str, run: Callable[[], object]) -> threading.Thread:
+    def start(self, name: str, run: Callable[[], object]) -> threading.Thread:
         process = self._worker.process
         thread = Thread(process, self._worker.id, run)  # type: ignore[arg-type]
         if name == "elaunch-native-open":

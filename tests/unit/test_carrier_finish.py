@@ -15,7 +15,7 @@ from elaunch.errors import CollectiveFailed
 from elaunch.workers import heartbeat
 from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.native.gloo_work import Collective, GroupEnd
-from elaunch.workers.comm.native.groups import GroupKey
+from elaunch.workers.comm.native.opening import GroupKey
 from elaunch.workers.layers.carry import native
 from tests.unit.comm_crew import Task
 from tests.unit.test_gloo_work import Endless

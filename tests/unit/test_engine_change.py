@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
@@ -17,13 +20,20 @@ from torch import Tensor
 from elaunch.errors import StateError, StepInterrupted
 from elaunch.plan import Plan, symmetric
 from elaunch.plan.views import unit_of
+from elaunch.workers.barrier import StepRecord, reduce
 from elaunch.workers.comm.group import Group
+from elaunch.workers.comm.native import groups as groups_module
+from elaunch.workers.comm.native.gloo import GlooBulk
+from elaunch.workers.comm.native.groups import NativeGroups
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.layers.change.held_state import StepReport
 from elaunch.workers.layers.engine import Engine
 from elaunch.workers.layers.settings import EngineSettings
 from elaunch.workers.state import reshard as reshard_module
 from elaunch.workers.state.chunks import Chunk
+from elaunch.workers.state.paths.choice import LINKS, NATIVE, PATH
+from elaunch.workers.state.paths.in_step import NativeStepPath
+from elaunch.workers.state.paths.offers import Offers
 from elaunch.workers.state.routes import Router
 from tests.helpers import scaled, soak
 from tests.unit.comm_crew import PATIENCE_S, addresses, outcomes, switching_often, together
@@ -35,6 +45,38 @@ pytestmark = pytest.mark.job
 Setting = Any
 
 
+class InStep:
+    """What a crew's members may move state over: groups of Gloo, as asked for by `ELAUNCH_STATE_PATH`."""
+
+    def __init__(self, make: Callable[[str], GlooBulk]) -> None:
+        self._make, self._store = make, dist.HashStore()
+        self.offers: dict[str, Offers] = {}
+        self._natives: dict[str, NativeGroups] = {}
+
+    def enter(self, transport: Transport, group: Group) -> None:
+        """Leaves the groups of the generation before, and has state of this one move over others."""
+        worker = transport.worker
+        if worker not in self._natives:
+            self._natives[worker] = NativeGroups(partial(self._make, worker))
+            self.offers[worker] = Offers(self._natives[worker])
+            transport.watch(self._natives[worker].poison)
+        self._natives[worker].pause()
+        group.barrier()
+        self._natives[worker].settled(())
+        facts = [json.loads(one) for one in group.all_gather_bytes(json.dumps(self.offers[worker].facts()).encode())]
+        self.offers[worker].agreed(facts, lambda: self._store)
+        group.paths = self.offers[worker]
+
+    def passed(self, worker: str) -> None:
+        """Takes note that all members have come to a commit barrier."""
+        self._natives[worker].passed((0, 0))
+
+    def close(self) -> None:
+        """Leaves all groups."""
+        for native in self._natives.values():
+            native.close()
+
+
 def train_through(
     course: Sequence[tuple[Plan, int]], lost: Mapping[int, Sequence[str]] | None = None, **extra: Setting
 ) -> tuple[list[StepReport], dict[str, Tensor], list[int]]:
@@ -43,7 +85,8 @@ def train_through(
     Args:
         course: plans, and steps under each.
         lost: workers that die before the plan of this place in the course.
-        extra: settings of the engine; `optimizer` and `layers`; and `script`, which gets each engine at its beginning.
+        extra: settings of the engine; `optimizer` and `layers`; `script`, which gets each engine at its beginning; and
+            `paths`, over which state may move.
 
     Returns:
         The reports, the whole parameters at the end, and the bytes that all workers received in each change.
@@ -55,6 +98,7 @@ def train_through(
     optimizer = settings.pop("optimizer", lambda named: torch.optim.AdamW(named, lr=0.01))
     layers = settings.pop("layers", None) or model(course[0][0].n_layers)
     script = settings.pop("script", lambda engine: None)
+    paths: InStep | None = settings.pop("paths", None)
     reports: list[StepReport] = []
     received: list[int] = []
 
@@ -83,14 +127,26 @@ def train_through(
         known = {who: address for who, address in addresses(list(transports.values())).items() if who in members}
         transport.retain(members)
         transport.connect(known, generation=generation, timeout_s=PATIENCE_S)
-        return Group(transport, generation, list(members))
+        group = Group(transport, generation, list(members))
+        if paths is not None:
+            paths.enter(transport, group)
+        return group
+
+    def stepped(worker: str, group: Group) -> StepReport:
+        def barrier(record: StepRecord) -> StepRecord:
+            whole = reduce(group, record)
+            if paths is not None:
+                paths.passed(worker)
+            return whole
+
+        return engines[worker].train_step(barrier)
 
     def begin(worker: str) -> list[StepReport]:
         plan, steps = course[0]
         group = connect(worker, 1, plan.workers)
         engines[worker] = Engine(layers, loss, optimizer, plan, EngineSettings(**settings), group=group)
         script(engines[worker])
-        return [engines[worker].train_step() for _ in range(steps)]
+        return [stepped(worker, group) for _ in range(steps)]
 
     def go_on(generation: int, plan: Plan, steps: int, step: int, there: Sequence[str], worker: str) -> Any:
         # Whoever leaves still gives what it has.
@@ -101,7 +157,7 @@ def train_through(
         engines[worker].install()
         if not steps:
             engines[worker].arrive()
-        return got, [engines[worker].train_step() for _ in range(steps)]
+        return got, [stepped(worker, group) for _ in range(steps)]
 
     try:
         said = all_at_once(begin, course[0][0].workers)
@@ -131,6 +187,8 @@ def train_through(
         for transport in transports.values():
             transport.interrupt(1 << 60)
             transport.close()
+        if paths is not None:
+            paths.close()
     check_snapshots(engines)
     return reports, whole(list(engines.values())), received
 
@@ -222,6 +280,24 @@ def test_a_change_of_plan_changes_no_bit(first: Plan, second: Plan, way: str) ->
     check_as_undisturbed(reports, weights, first, second, **kind)
 
 
+class Counting(GlooBulk):
+    """A group that counts the exchanges of its member, and may refuse to open."""
+
+    def __init__(self, worker: str, exchanges: Counter[str], refuses: Sequence[str] = ()) -> None:
+        super().__init__("127.0.0.1")
+        self._worker, self._exchanges, self._refuses = worker, exchanges, refuses
+
+    def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
+        if self._worker in self._refuses:
+            raise RuntimeError("no interface that others reach")
+        super().open(store, rank, size, messages)
+
+    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Sequence[dist.Work]:
+        self._exchanges[self._worker] += 1
+        return super().exchange(outgoing, incoming)
+
+
+@pytest.mark.parametrize("over", [LINKS, NATIVE])
 @pytest.mark.parametrize(
     ("first", "second"),
     [
@@ -234,12 +310,34 @@ def test_a_change_of_plan_changes_no_bit(first: Plan, second: Plan, way: str) ->
     ids=["layers", "optimizer", "TP groups", "one to four", "four to one"],
 )
 def test_where_nobody_is_lost_state_moves_during_the_next_step(
-    first: Plan, second: Plan, monkeypatch: pytest.MonkeyPatch
+    first: Plan, second: Plan, over: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elaunch.workers.layers.change.begin.reshard", None)
-    reports, weights, received = train_through([(first, 2), (second, 2)], clip_norm=0.5)
+    monkeypatch.setenv(PATH, over)
+    monkeypatch.setattr(NativeStepPath, "message_bytes", 8 << 10)  # several rounds
+    exchanges = Counter[str]()
+    paths = InStep(lambda worker: Counting(worker, exchanges))
+    reports, weights, received = train_through([(first, 2), (second, 2)], clip_norm=0.5, paths=paths)
     assert all(received)
+    assert (exchanges.total() > 0) == (over == NATIVE)
     check_as_undisturbed(reports, weights, first, second, clip_norm=0.5)
+
+
+def test_a_group_that_cannot_be_opened_on_one_member_leaves_the_state_of_a_step_to_links(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(PATH, NATIVE)
+    monkeypatch.setattr(groups_module, "GIVE_UP_S", 1.0)
+    exchanges = Counter[str]()
+    paths = InStep(lambda worker: Counting(worker, exchanges, refuses=[W[2]]))
+    first, second = symmetric(W, 4, 12, 2, dp=2, pp=2), symmetric(W, 4, 12, 2, dp=4)
+    reports, weights, _ = train_through([(first, 2), (second, 2)], paths=paths)
+    assert not exchanges
+    assert {one.last for one in paths.offers.values()} == {LINKS}
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1, said
+    assert "the state of generation 2 moves over links, as gloo cannot be opened for it: " in said[0]
+    check_as_undisturbed(reports, weights, first, second)
 
 
 def test_under_a_bound_old_state_is_let_go_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,9 +364,14 @@ def test_the_first_change_may_come_before_the_first_step() -> None:
     check_as_undisturbed(reports, weights, first, second)
 
 
-def test_who_joins_after_the_last_step_has_its_values_too() -> None:
+@pytest.mark.parametrize("over", [LINKS, NATIVE])
+def test_who_joins_after_the_last_step_has_its_values_too(over: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PATH, over)
+    exchanges = Counter[str]()
     first, second = symmetric(W[:2], 4, 12, 2, pp=2), symmetric(W, 4, 12, 2, dp=2, pp=2)
-    reports, weights, _ = train_through([(first, 3), (second, 0)])
+    paths = InStep(lambda worker: Counting(worker, exchanges))
+    reports, weights, _ = train_through([(first, 3), (second, 0)], paths=paths)
+    assert (exchanges.total() > 0) == (over == NATIVE)
     check_as_undisturbed(reports, weights, first, second)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from elaunch.errors import CollectiveFailed
 from elaunch.plan import Plan, symmetric
-from elaunch.workers.comm.native.groups import GroupKey
+from elaunch.workers.comm.native.opening import GroupKey
 from elaunch.workers.layers.carry.links import LinkCarrier
 from elaunch.workers.layers.carry.native import NativeCarrier
 from elaunch.workers.layers.carry.routes import ROWS, NativeRoutes, tp_key

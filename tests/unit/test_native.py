@@ -29,8 +29,9 @@ from elaunch.workers.comm.native import sockets
 from elaunch.workers.comm.native.choice import maker
 from elaunch.workers.comm.native.ended import FREED_S, reach
 from elaunch.workers.comm.native.gloo import GlooBulk
-from elaunch.workers.comm.native.groups import MOST_FAILURES, GroupKey, NativeGroups, meet
+from elaunch.workers.comm.native.groups import MOST_FAILURES, NativeGroups, meet
 from elaunch.workers.comm.native.nccl import NcclBulk, refuse_version
+from elaunch.workers.comm.native.opening import GroupKey
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.data_parallel.reducer import NativeSums, Reducer
 from tests.helpers import scaled, wait_until

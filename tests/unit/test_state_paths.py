@@ -20,7 +20,8 @@ from elaunch.errors import CollectiveFailed, StateError, StepInterrupted, UsageE
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native import groups
 from elaunch.workers.comm.native.gloo import GlooBulk
-from elaunch.workers.comm.native.groups import EVERYONE, GroupKey, NativeGroups
+from elaunch.workers.comm.native.groups import NativeGroups
+from elaunch.workers.comm.native.opening import EVERYONE, GroupKey
 from elaunch.workers.comm.paths import StatePath
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.state import objects
@@ -465,6 +466,9 @@ class OverNixl:
     """Has a group move all of its state over NIXL to those on other nodes."""
 
     last: str | None = NIXL
+
+    def in_step(self, group: Group, most_bytes: int, device: torch.device) -> None:
+        """Returns links."""
 
     def __init__(self, agent: Any, batch_bytes: int) -> None:
         self._agent, self._batch_bytes = agent, batch_bytes

@@ -136,6 +136,12 @@ class Group:
         """Returns the members to which the collectives have links from the start."""
         return neighbours(self.members, self.transport.worker)
 
+    @property
+    def branches(self) -> tuple[str | None, tuple[str, ...]]:
+        """Returns who is above this member in the tree of all members, None: nobody, and who is below."""
+        above = self.members[_parent(self.rank)] if self.rank else None
+        return above, tuple(self.members[child] for child in _children(self.rank, self.size))
+
     def all_reduce(self, tensor: Tensor, scale: float | None = None, reduction: Reduction = "sum") -> None:
         """Replaces the 1-D contiguous `tensor` by the sum over all members, multiplied once by `scale`."""
         _check(tensor, scale)

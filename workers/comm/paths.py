@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    import threading
+
     from elaunch.workers.comm.group import Group
+    from elaunch.workers.comm.traffic import Traffic
 
 
 class Parcel(NamedTuple):
@@ -64,6 +67,46 @@ class StatePath(Protocol):
         """Gives back what the path holds, after `finish` or an error."""
 
 
+class StepPath(Protocol):
+    """A way for the messages of one move in the background of a step, of which it is not known yet whether it stands.
+
+    Attributes:
+        message_bytes: of a message.
+    """
+
+    message_bytes: int
+
+    def start(self, run: Callable[[], None]) -> threading.Thread:
+        """Starts the thread that moves the messages, after all that the caller has given the device."""
+
+    def stands(self, traffic: Traffic, part: int) -> bool:
+        """Returns whether it stands on all members, each of which calls this; in the thread that moves the messages.
+
+        Args:
+            traffic: of the step.
+            part: under which the members tell each other.
+
+        Raises:
+            StepInterrupted: the traffic has ended.
+        """
+
+    def move(self, traffic: Traffic, outgoing: Parcels, incoming: Parcels, came: Callable[[int], None]) -> None:
+        """Moves messages; returns when all have come, in the thread that moves them.
+
+        Args:
+            traffic: of the step; its end is the end of the move.
+            outgoing: what leaves.
+            incoming: what comes.
+            came: called for each message that is where it belongs, with the rank of its sender.
+
+        Raises:
+            StepInterrupted: a peer was lost, the path has failed, or the generation changed.
+        """
+
+    def leave(self) -> None:
+        """Has what the device is given next come after whatever was begun. The thread has ended."""
+
+
 class Paths(Protocol):
     """What a group may move state over besides its links.
 
@@ -84,6 +127,12 @@ class Paths(Protocol):
 
         Raises:
             StepInterrupted: a link broke, or the membership changes.
+        """
+
+    def in_step(self, group: Group, most_bytes: int, device: torch.device) -> StepPath | None:
+        """Returns what may carry a move in the background of the step that comes; None: links.
+
+        It is opened meanwhile; arguments and errors are those of `choose`.
         """
 
     def took(self, path: StatePath, n_bytes: int, seconds: float) -> None:

@@ -209,6 +209,11 @@ class Traffic:
         line = self._lines.get(peer)
         return line is not None and part in line.arrived
 
+    def check(self) -> None:
+        """Raises what has ended the traffic, if it has failed; for whoever waits for its members by other ways."""
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+
     def flush(self) -> None:
         """Returns when all that was sent has left for the kernel."""
         self._until(lambda: sum(line.n_left for line in self._lines.values()) == len(self._sent))

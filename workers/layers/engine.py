@@ -11,7 +11,8 @@ from elaunch.errors import StateError, StateLost
 from elaunch.plan.tiling import Plan
 from elaunch.workers.barrier import StepRecord, reduce
 from elaunch.workers.comm.group import Group
-from elaunch.workers.comm.native.groups import NativeGroups, Needs
+from elaunch.workers.comm.native.groups import NativeGroups
+from elaunch.workers.comm.native.opening import Needs
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.exact_sum import NOTHING, ExactSum
 from elaunch.workers.layers.change.begin import migration_to, moved_shards
@@ -225,9 +226,9 @@ class Engine:
 
     def pause(self) -> None:
         """Leaves what is under way in native groups, which are over."""
-        for part in (self._part, self._next):
-            if part is not None:
-                part.leave()
+        for one in (self._part, self._next, self._migration):
+            if one is not None:
+                one.leave()
 
     @property
     def needs(self) -> Needs:
@@ -242,8 +243,7 @@ class Engine:
         settings = self.builder.fingerprint
         if self._part is None:
             return HeldState(settings=settings)
-        copied = self.builder.copied.holdings()
-        return self._part.held_state(self._stale, self._mixed, self._hosted, copied, settings)
+        return self._part.held_state(self._stale, self._mixed, self._hosted, self.builder.copied.holdings(), settings)
 
     @property
     def under_way(self) -> Plan | None:

@@ -15,7 +15,8 @@ from elaunch.workers.comm.c10d.works import BatchedWork, FinishedWork, Interrupt
 from elaunch.workers.comm.group import Group
 from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.native.bulk import Bulk
-from elaunch.workers.comm.native.groups import GroupKey, NativeGroups
+from elaunch.workers.comm.native.groups import NativeGroups
+from elaunch.workers.comm.native.opening import GroupKey
 
 MESSAGES = ("send", "recv")
 

@@ -16,6 +16,7 @@
     hangups      when a peer closes a connection
     sockets      which sockets of this process belong to a Gloo group
     choice       which of them a worker has
+    opening      the groups of one generation, and their names
     groups       the group of this worker: opened, taken into use, freed, closed
 
 Use `NativeGroups`.

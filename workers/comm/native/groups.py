@@ -7,14 +7,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from elaunch import threads
 from elaunch.workers.comm.native.bulk import Bulk
+from elaunch.workers.comm.native.opening import (
+    EVERYONE,
+    STATE,
+    STEP_STATE,
+    Begun,
+    Connect,
+    GroupKey,
+    Needs,
+    Opening,
+)
 from elaunch.workers.comm.native.warm_up import WarmUp
 
 MEET_TIMEOUT_S = 120.0
@@ -30,86 +38,11 @@ END_S = 10.0
 MOST_FAILURES = 2
 """With the same members; then they stay with the links."""
 
-EVERYONE = ""
-"""The purpose of the group of all members."""
-
-STATE = "state"
-"""The purpose, with a number, of a group of all members that is opened for state to move in."""
-
 GIVE_UP_S = 10.0
 """For a group in which state is to move to stand here; then links are quicker."""
 
 MOST_OPENINGS = 4
 """Of which what they took is remembered."""
-
-Connect = Callable[[], dist.Store]
-
-
-class GroupKey(NamedTuple):
-    """A native group of a generation, known by its purpose and members; what is sent in it comes in one order."""
-
-    purpose: str
-    members: tuple[str, ...]
-
-    @property
-    def place(self) -> str:
-        """Returns where its members meet, below the generation's place in the store."""
-        return f"/{self.purpose}/{','.join(self.members)}" if self.purpose != EVERYONE else ""
-
-
-Needs = Sequence[GroupKey]
-"""All groups that the members need, in an order that is the same on all, in which they are opened."""
-
-
-@dataclass(eq=False)
-class _Opening:
-    """The native groups of one generation.
-
-    Attributes:
-        members: of the generation.
-        rank: of this one among them.
-        connect: returns a client of the job's store.
-        needs: the groups of all members that must be open before any is used.
-        bulks: those of this worker, whether they are open or not.
-        more: groups that this worker has asked for besides; when one is used, its members agree among themselves.
-        is_open: those that stand here; whether they do elsewhere, the commit barrier says.
-        in_use: all members have all that they need, and use it.
-        poisoned: the generation is over.
-        for_state: how many groups were opened for state to move in.
-        refused: why a group of these does not stand here.
-        seconds: that its openings took.
-        last: the thread that opens what was asked for last.
-    """
-
-    generation: int
-    members: tuple[str, ...]
-    rank: int
-    connect: Connect
-    needs: tuple[GroupKey, ...] = ()
-    bulks: dict[GroupKey, Bulk] = field(default_factory=dict)
-    more: dict[GroupKey, Bulk] = field(default_factory=dict)
-    is_open: set[GroupKey] = field(default_factory=set)
-    in_use: bool = False
-    poisoned: bool = False
-    for_state: int = 0
-    refused: dict[GroupKey, str] = field(default_factory=dict)
-    seconds: float = 0.0
-    over: threading.Event = field(default_factory=threading.Event)
-    last: threading.Thread | None = None
-
-    @property
-    def all(self) -> dict[GroupKey, Bulk]:
-        """All groups of this worker."""
-        return self.bulks | self.more
-
-    @property
-    def state_key(self) -> GroupKey:
-        """The key of the group that was opened last for state."""
-        return GroupKey(f"{STATE}{self.for_state}", self.members)
-
-    def is_ready(self) -> bool:
-        """Returns whether all that this worker needs is open."""
-        return not self.poisoned and all(key in self.is_open for key in self.needs if key in self.bulks)
 
 
 class NativeGroups:
@@ -130,8 +63,8 @@ class NativeGroups:
         self._make, self._messages = make, messages
         self._lock = threading.Lock()
         self._floor = 0
-        self._newest: _Opening | None = None
-        self._left: list[_Opening] = []
+        self._newest: Opening | None = None
+        self._left: list[Opening] = []
         self._threads: list[threading.Thread] = []
         self._members: tuple[str, ...] = ()
         self._failures = 0
@@ -186,7 +119,7 @@ class NativeGroups:
         """
         newest = self._newest
         if newest is not None:
-            self._await(newest, longest_s, look)
+            _await(newest, newest.last, longest_s, look)
 
     def ready(self) -> int:
         """Returns the number of the generation whose groups are open here, for the commit barrier; 0: of none."""
@@ -209,7 +142,7 @@ class NativeGroups:
         if newest is None or (newest is self._newest and newest.needs == needs):
             return
         new = [key for key in needs if members[rank] in key.members and key not in newest.bulks]
-        if self._add(newest, new):
+        if self._add(newest, new, newest.bulks):
             newest.needs, newest.in_use = needs, False
             self._open_later(newest, new)
 
@@ -227,7 +160,7 @@ class NativeGroups:
                 return
             newest.more[key] = bulk
         # In a thread of its own: members may ask for several in different orders.
-        self._start("elaunch-native-open", lambda: self._open(newest, [key], None))
+        self.start("elaunch-native-open", lambda: self._open(newest, [key], None))
 
     def opened(self, generation: int, key: GroupKey) -> Bulk | None:
         """Returns a group that was asked for, if it is open here; whether it is elsewhere its members must find out."""
@@ -273,14 +206,35 @@ class NativeGroups:
             return f"there are no native groups in generation {generation}"
         newest.for_state += 1
         key = newest.state_key
-        if not self._add(newest, [key]):
+        if not self._add(newest, [key], newest.bulks):
             return "the members have changed"
-        self._open_later(newest, [key])
-        self._await(newest, GIVE_UP_S, look)
-        if key in newest.is_open:
-            return ""
-        newest.bulks[key].poison()
-        return newest.refused.get(key, f"it did not stand within {GIVE_UP_S:g} s")
+        return _await_open(newest, key, self._open_later(newest, [key]), look)
+
+    def open_in_step(self, generation: int, members: tuple[str, ...], rank: int, connect: Connect) -> Begun | None:
+        """Begins to open, in the background, a group of all members in which state moves during the step that comes.
+
+        All members call it with the same arguments, before they enter the generation or change its plan. No other group
+        of this worker is opened or used on its device until that step commits: operations of two groups that wait for
+        each other's place on a device could wait for ever. Returns None where there are no native groups.
+        """
+        newest = self._of(generation, members, rank, connect)
+        if newest is None:
+            return None
+        self._end_in_step(newest)
+        key = GroupKey(f"{STEP_STATE}{len(newest.in_steps)}", members)
+        if not self._add(newest, [key], newest.more):
+            return None
+        newest.in_steps.append(key)
+        return Begun(generation, key, self._open_later(newest, [key]))
+
+    def await_begun(self, begun: Begun) -> tuple[Bulk | None, str]:
+        """Returns a group once it is open, or None and why it does not stand here. From any thread."""
+        newest = self._newest
+        if newest is None or newest.generation != begun.generation or begun.key not in newest.more:
+            return None, "the members have changed"
+        bulk = newest.more[begun.key]
+        wrong = _await_open(newest, begun.key, begun.thread, lambda: None)
+        return (None, wrong) if wrong else (bulk, "")
 
     def for_state(self, members: tuple[str, ...]) -> Bulk | None:
         """Returns a group of all members in which state may move: one that they use, or that was opened for it."""
@@ -310,12 +264,25 @@ class NativeGroups:
                 newest.is_open.add(everyone)
                 self._openings.append((len(newest.members), newest.seconds))
         if not keeps:
-            bulk.poison()
-            bulk.leave()
-            if is_open:
-                self._start("elaunch-native-close", bulk.close)
+            self._drop(bulk, is_open)
 
-    def _of(self, generation: int, members: tuple[str, ...], rank: int, connect: Connect) -> _Opening | None:
+    def _end_in_step(self, opening: Opening) -> None:
+        """Gives back the group in which state has moved during a step: all members are out of it."""
+        key = opening.in_step
+        if key is None:
+            return
+        with self._lock:
+            bulk, is_open = opening.more.pop(key), key in opening.is_open
+            opening.is_open.discard(key)
+        self._drop(bulk, is_open)
+
+    def _drop(self, bulk: Bulk, is_open: bool) -> None:
+        bulk.poison()
+        bulk.leave()
+        if is_open:
+            self.start("elaunch-native-close", bulk.close)
+
+    def _of(self, generation: int, members: tuple[str, ...], rank: int, connect: Connect) -> Opening | None:
         """The groups of a generation, which may be none yet; None: it is over, or has links alone."""
         if self._make is None or len(members) == 1 or generation < self._floor:
             return None
@@ -325,32 +292,24 @@ class NativeGroups:
         assert newest is None, f"generation {generation} begins before {newest} has been left"
         self._failures = self._failures if members == self._members else 0
         self._members = members
-        return _Opening(generation, members, rank, connect) if self._failures < MOST_FAILURES else None
+        return Opening(generation, members, rank, connect) if self._failures < MOST_FAILURES else None
 
-    def _add(self, opening: _Opening, keys: Sequence[GroupKey]) -> bool:
+    def _add(self, opening: Opening, keys: Sequence[GroupKey], to: dict[GroupKey, Bulk]) -> bool:
         """Makes groups that `poison` knows of before they open; returns False if the generation is over."""
         assert self._make is not None
         made = {key: self._make() for key in keys}
         with self._lock:
             if opening.generation < self._floor:
                 return False
-            opening.bulks |= made
+            to |= made
             self._newest = opening
         return True
 
-    def _open_later(self, opening: _Opening, keys: Sequence[GroupKey]) -> None:
+    def _open_later(self, opening: Opening, keys: Sequence[GroupKey]) -> threading.Thread | None:
         before = opening.last
         if keys:
-            opening.last = self._start("elaunch-native-open", lambda: self._open(opening, keys, before))
-
-    def _await(self, opening: _Opening, longest_s: float, look: Callable[[], object]) -> None:
-        """Waits for the thread that opens what was asked for last."""
-        thread, end_s = opening.last, time.monotonic() + longest_s
-        while thread is not None and thread.is_alive() and not opening.poisoned:
-            if (left_s := end_s - time.monotonic()) <= 0:
-                return
-            thread.join(min(left_s, LOOK_S))
-            look()
+            opening.last = self.start("elaunch-native-open", lambda: self._open(opening, keys, before))
+        return opening.last
 
     def passed(self, ready: tuple[int, int]) -> bool:
         """Takes note of what all members brought to a commit barrier; returns whether they use the groups from now on.
@@ -359,6 +318,8 @@ class NativeGroups:
             ready: the least and the greatest of what `ready` returned on the members.
         """
         newest = self._newest
+        if newest is not None:
+            self._end_in_step(newest)
         if newest is None or newest.in_use or ready != (newest.generation, newest.generation):
             return False
         newest.in_use = True
@@ -418,7 +379,7 @@ class NativeGroups:
         left, self._left = self._left, []
         for opening in left:
             for key in opening.is_open:
-                self._start("elaunch-native-close", opening.all[key].close)
+                self.start("elaunch-native-close", opening.all[key].close)
 
     def close(self) -> None:
         """Leaves the job. A thread still in a backend when the interpreter ends would end the process by an abort."""
@@ -429,16 +390,19 @@ class NativeGroups:
         for thread in self._threads:
             thread.join(END_S)
 
-    def _start(self, name: str, run: Callable[[], None]) -> threading.Thread:
+    def start(self, name: str, run: Callable[[], None]) -> threading.Thread:
+        """Starts a thread for whose end this worker waits when it leaves the job."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(threads.start(name, run, lambda _: None))
         return self._threads[-1]
 
-    def _open(self, opening: _Opening, keys: Sequence[GroupKey], before: threading.Thread | None) -> None:
+    def _open(self, opening: Opening, keys: Sequence[GroupKey], before: threading.Thread | None) -> None:
         """Opens groups in the order of all members, so that none waits for one that waits for it."""
         bulks = {key: opening.all[key] for key in keys}
         if before is not None:
             before.join()
+        while opening.in_step is not None and opening.in_step not in bulks and not opening.over.wait(LONGEST_LOOK_S):
+            pass
         begin_s = time.monotonic()
         try:
             store = dist.PrefixStore(f"native/{opening.generation}", opening.connect())
@@ -465,7 +429,7 @@ class NativeGroups:
             if keys == [everyone] and everyone in opening.is_open:
                 self._openings.append((len(opening.members), seconds))
 
-    def _refused(self, opening: _Opening, bulks: Mapping[GroupKey, Bulk], error: RuntimeError) -> None:
+    def _refused(self, opening: Opening, bulks: Mapping[GroupKey, Bulk], error: RuntimeError) -> None:
         key, bulk = next(iter(bulks.items()))
         if key.purpose.startswith(STATE):
             opening.refused[key] = str(error)
@@ -473,6 +437,26 @@ class NativeGroups:
             _say(f"{bulk.backend} cannot be used in generation {opening.generation}; links serve: {error}")
         for each in bulks.values():
             _give_back(each)
+
+
+def _await(opening: Opening, thread: threading.Thread | None, longest_s: float, look: Callable[[], object]) -> None:
+    """Waits until a thread that opens groups has ended, the generation is over, or it has taken too long."""
+    end_s = time.monotonic() + longest_s
+    while thread is not None and thread.is_alive() and not opening.poisoned:
+        if (left_s := end_s - time.monotonic()) <= 0:
+            return
+        thread.join(min(left_s, LOOK_S))
+        look()
+
+
+def _await_open(opening: Opening, key: GroupKey, thread: threading.Thread | None, look: Callable[[], object]) -> str:
+    """Waits for a group in which state is to move; returns why it does not stand here, "" if it does."""
+    bulk = opening.all[key]
+    _await(opening, thread, GIVE_UP_S, look)
+    if key in opening.is_open:
+        return ""
+    bulk.poison()
+    return opening.refused.get(key, f"it did not stand within {GIVE_UP_S:g} s")
 
 
 def meet(store: dist.Store, size: int, over: threading.Event, timeout_s: float = MEET_TIMEOUT_S) -> None:

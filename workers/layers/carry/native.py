@@ -15,7 +15,7 @@ from elaunch.errors import CollectiveFailed
 from elaunch.workers import heartbeat
 from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.native.bulk import Bulk
-from elaunch.workers.comm.native.groups import GroupKey
+from elaunch.workers.comm.native.opening import GroupKey
 from elaunch.workers.layers.carry.routes import Bundle, NativeRoutes, rows_key, tp_key
 
 Place = tuple[str, int]

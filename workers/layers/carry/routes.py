@@ -15,7 +15,7 @@ from functools import cached_property
 
 from elaunch.plan.schedule import schedule
 from elaunch.plan.tiling import Plan
-from elaunch.workers.comm.native.groups import GroupKey
+from elaunch.workers.comm.native.opening import GroupKey
 from elaunch.workers.layers.messages import Exchanges, GradientTerms, Kind, exchanges, tag
 from elaunch.workers.state.layout import OptimizerShard, StateLayout
 

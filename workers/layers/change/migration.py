@@ -26,7 +26,7 @@ from elaunch.workers.layers.samples import Samples
 from elaunch.workers.layers.shards import Shards
 from elaunch.workers.layers.tensor_parallel import TPRank
 from elaunch.workers.layers.untrained.places import boxes_of_layers, once, places_of_layers, shared
-from elaunch.workers.state.background import BackgroundMove
+from elaunch.workers.state.background import BackgroundMove, BackgroundPathMove
 from elaunch.workers.state.boxes import Box
 from elaunch.workers.state.chunks import Chunk, copy_box
 from elaunch.workers.state.layout import LayerSpec, StateLayout
@@ -118,9 +118,15 @@ class Migration:
         places = self.assembly.chunks() | filled
         # What a worker needs twice arrives once.
         self._shared = shared(wanted, filled)
-        self._move = BackgroundMove(items, routes, state, places, tag(Kind.MIGRATION, 0))
+        # The first number is that under which the members tell each other whether a path stands.
+        over_links = BackgroundMove(items, routes, state, places, tag(Kind.MIGRATION, 1))
         self.coming_bytes = n_bytes(items, routes.receive)
         """That this worker will receive."""
+        most_bytes = max(self.coming_bytes, n_bytes(items, routes.send))
+        path = group.paths.in_step(group, most_bytes, device) if group.paths is not None else None
+        self._move: BackgroundMove | BackgroundPathMove = over_links
+        if path is not None:
+            self._move = BackgroundPathMove(over_links, path, group, tag(Kind.MIGRATION, 0))
         ends = {end for piece in (*routes.send, *routes.receive) for end in (piece.source, piece.to)}
         group.link_up(peers(between, worker) | ends)
 
@@ -138,6 +144,10 @@ class Migration:
         self._move.begin(traffic)
         self._move.wait()
         self._wait(range(self.plan.n_layers))
+
+    def leave(self) -> None:
+        """Leaves what is under way, which is over: nothing writes into what was to come any more."""
+        self._move.leave()
 
     def _wait(self, layers: range) -> None:
         """Until all tensors of these layers are here; they stay, so it waits once."""

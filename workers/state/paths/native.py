@@ -52,6 +52,7 @@ class NativePath:
 
     name = "native"
     message_bytes = MESSAGE_BYTES
+    poll_s = ended.POLL_S
 
     def __init__(
         self, bulk: Bulk, group: Group, device: torch.device, bounded: bool, failed: Callable[[int], None]
@@ -85,7 +86,8 @@ class NativePath:
         with self._interruptible():
             if self._device.type != "cpu":
                 done = ended.here(self._device)
-                ended.reach(self._device, done, self._bulk.errored, look=self._look, failed=self._bulk.poison)
+                errored, fail = self._bulk.errored, self._bulk.poison
+                ended.reach(self._device, done, errored, look=self._look, failed=fail, poll_s=self.poll_s)
             if wrong := self._bulk.errored():
                 raise RuntimeError(wrong)
 

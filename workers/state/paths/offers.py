@@ -7,14 +7,17 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from elaunch.workers import heartbeat
 from elaunch.workers.comm.group import Group
-from elaunch.workers.comm.native.groups import Connect, NativeGroups
-from elaunch.workers.comm.paths import StatePath
+from elaunch.workers.comm.native.groups import NativeGroups
+from elaunch.workers.comm.native.opening import Connect
+from elaunch.workers.comm.paths import StatePath, StepPath
 from elaunch.workers.state.paths import nixl
 from elaunch.workers.state.paths.choice import (
     AUTO,
@@ -27,6 +30,7 @@ from elaunch.workers.state.paths.choice import (
     is_open_to_choice,
     parse_path,
 )
+from elaunch.workers.state.paths.in_step import NativeStepPath
 from elaunch.workers.state.paths.links import LinkPath
 from elaunch.workers.state.paths.native import NativePath
 from elaunch.workers.state.staging import copies_of
@@ -90,9 +94,7 @@ class Offers:
         if group.size == 1 or not self._offers or not is_open_to_choice(self._offers):
             return None
         where = self._device()
-        is_elsewhere = device is not None and device.type != where.type
-        told = group.reduce_bytes(f"{most_bytes} {int(is_elsewhere)}".encode(), _most)
-        most, elsewhere = map(int, told.split())
+        most, elsewhere = _told(group, most_bytes, device is not None and device.type != where.type)
         bulk = self._native.for_state(group.members)
         offers = self._offers
         choice = choose(most, not elsewhere, offers, bulk is not None)
@@ -105,20 +107,50 @@ class Offers:
         if choice.path != NATIVE or self._refused_in == group.generation:
             return None
         if bulk is None and (wrong := self._open(group)):
-            self._refused_in = group.generation
-            if group.rank == 0:
-                name, number = self._backend, group.generation
-                _say(f"the state of generation {number} moves over links, as {name} cannot be opened for it: {wrong}")
+            self._refused(group.generation, wrong if group.rank == 0 else "")
             return None
         bulk = self._native.for_state(group.members)
         assert bulk is not None, "all members have opened it"
         self.last = NATIVE
         return NativePath(bulk, group, where, is_bounded, self._native.failed)
 
+    def in_step(self, group: Group, most_bytes: int, device: torch.device) -> StepPath | None:
+        """Returns what may carry a move in the background of the step that comes: a native group of its own.
+
+        It begins to be opened here. Whether it stands its members find out in the step; where it does not on all, or
+        is not chosen, the move goes over links.
+        """
+        self.last = None
+        if group.size == 1 or not self._offers or not is_open_to_choice(self._offers):
+            return None
+        where = self._device()
+        most, elsewhere = _told(group, most_bytes, device.type != where.type)
+        # NIXL's reads are for moves in which all pause.
+        choice = choose(most, not elsewhere, [replace(one, has_fabric=False) for one in self._offers], is_open=False)
+        self.last = LINKS
+        if choice.path != NATIVE or self._refused_in == group.generation:
+            return None
+        self.last = NATIVE
+        assert self._connect is not None, "nobody offers anything before an agreement"
+        begun = self._native.open_in_step(group.generation, group.members, group.rank, self._connect)
+        return NativeStepPath(self._native, begun, group, where, partial(self._refused, group.generation))
+
     def took(self, path: StatePath, n_bytes: int, seconds: float) -> None:
         """Takes note of the rate of a path."""
         if n_bytes >= MEASURED_BYTES and self._offers:
             self._measured[path.name] = n_bytes / max(seconds, 1e-6)
+
+    def _refused(self, generation: int, wrong: str) -> None:
+        """Takes note that no native group stands on all members in a generation.
+
+        Args:
+            generation: its number.
+            wrong: why, where this member is to say so; "" else.
+        """
+        self._refused_in, self.last = generation, LINKS
+        if wrong:
+            name = self._backend
+            _say(f"the state of generation {generation} moves over links, as {name} cannot be opened for it: {wrong}")
 
     def _device(self) -> torch.device:
         """Where paths take state from."""
@@ -141,6 +173,13 @@ class Offers:
         if told:
             self._native.state_moved(stands=False)
         return told.decode(errors="replace")
+
+
+def _told(group: Group, most_bytes: int, is_elsewhere: bool) -> tuple[int, int]:
+    """Has all members tell each other; returns the most bytes of any, and whether the state of any is elsewhere."""
+    told = group.reduce_bytes(f"{most_bytes} {int(is_elsewhere)}".encode(), _most)
+    most, elsewhere = map(int, told.split())
+    return most, elsewhere
 
 
 def _most(notes: Sequence[bytes]) -> bytes:
