@@ -63,6 +63,32 @@ def test_deaths_among_native_groups_change_no_bit(
 
 
 @pytest.mark.parametrize(
+    ("victim", "moment"),
+    [
+        ("0#0", "6:moving"),  # it sends
+        ("1#1", "0:receive"),  # it is the one that gets it
+        ("3#0", "6:turn-compute"),  # while others move
+        soak("0#0", "6:turn-half"),
+        soak("1#1", "0:turn-enter"),
+        soak("2#0", "6:turn-passed"),
+    ],
+)
+def test_a_death_while_state_moves_natively_in_a_step_changes_no_bit(
+    spawn: Spawner, tmp_path: Path, victim: str, moment: str
+) -> None:
+    """A worker dies, and another one while the replacement of that gets its state in the background of a step."""
+    steps = ("--steps", "30")
+    expected = reference(spawn, tmp_path, *steps)
+    die = ("--die", "1:5:compute", "--die", f"{victim}:{moment}", "--snapshots", "2", "--crew", "4")
+    script: tuple[str | Path, ...] = (SCRIPT, "--dp=2", "--pp=2", *steps, *die)
+    flags = (*FOUR, "--collectives=native", "--policy=reroute")
+    node = elaunch(spawn, tmp_path, *flags, script=script, environment={"ELAUNCH_STATE_PATH": "native"})
+    check(node, expected, ["1#0", victim])
+    moves = [event for event in node.events("transition") if event["bytes_moved"]]
+    assert {event["moved_over"] for event in moves} == {"native"}
+
+
+@pytest.mark.parametrize(
     ("consistency", "deaths", "device"),
     [
         ("fast", ("1:15:tp", "2:40:tp"), "cpu"),

@@ -60,6 +60,7 @@ from elaunch.workers.layers.tensor_parallel import current
 from elaunch.workers.layers.zero import ZeroOptimizer
 from elaunch.workers.state import checkpoint
 from elaunch.workers.state.background import BackgroundMove
+from elaunch.workers.state.paths import in_step
 from tests.jobs import come_late, say, share_device
 from tests.jobs.eager import compile_nothing
 from tests.jobs.hangs import Hangs
@@ -87,6 +88,8 @@ class LayerFaults(Faults):
             self._die_around(Checkpoints, "_outcomes", before="outcome", after="outcomes")
             self._wrap(BackgroundMove, "_leaving", self._leave_in_part)
             self._die_around(BackgroundMove, "wait", before="", after="receive")
+            self._die_around(in_step._PathInStep, "_begin", before="", after="moving")
+            self._die_around(in_step._PathInStep, "_end_first", before="", after="receive")
             self._wrap(Engine, "apply", self._apply)
             original, phases = checkpoint._write, {"part": "written", "elaunch": "complete"}
 

@@ -365,6 +365,7 @@ def test_an_interruption_wakes_whoever_waits_and_fails_what_follows(blocked: str
             partial(traffic.post, b.worker, 1, memoryview(bytearray(1))),
             partial(traffic.send, b.worker, 1, memoryview(b"x")),
             traffic.flush,
+            traffic.check,
         ):
             with pytest.raises(GenerationChanged):
                 call()

@@ -453,7 +453,11 @@ def test_any_course_of_plans_ends_where_a_single_plan_ends(data: DataObject) -> 
         "blocking": data.draw(st.booleans()),
         "consistency": data.draw(st.sampled_from(["bitwise", "fast"])),
     }
-    reports, weights, _ = train_through([(plan, 1) for plan in course], **kind)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(PATH, data.draw(st.sampled_from([LINKS, NATIVE])))
+        patched.setattr(NativeStepPath, "message_bytes", 8 << 10)
+        paths = InStep(lambda worker: GlooBulk("127.0.0.1"))
+        reports, weights, _ = train_through([(plan, 1) for plan in course], paths=paths, **kind)
     expected, values = undisturbed(batch, size, 3)
     tiles = [(plan, tile) for plan in course for tile in plan.tiles]
     whole_units = all(unit_of(plan, piece) is not None for plan, tile in tiles for piece in tile.micro_batches)

@@ -8,6 +8,7 @@ import os
 import socket
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,7 +32,7 @@ from elaunch.workers.comm.native.ended import FREED_S, reach
 from elaunch.workers.comm.native.gloo import GlooBulk
 from elaunch.workers.comm.native.groups import MOST_FAILURES, NativeGroups, meet
 from elaunch.workers.comm.native.nccl import NcclBulk, refuse_version
-from elaunch.workers.comm.native.opening import GroupKey
+from elaunch.workers.comm.native.opening import Begun, GroupKey
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.data_parallel.reducer import NativeSums, Reducer
 from tests.helpers import scaled, wait_until
@@ -329,6 +330,59 @@ def test_a_group_is_poisoned_at_once_and_closed_when_all_have_left_it() -> None:
     groups.close()
     assert next_one.poisoned
     wait_until(lambda: next_one.closed, 20, "the group to be closed")
+
+
+def opening_in_step(monkeypatch: pytest.MonkeyPatch) -> tuple[NativeGroups, Begun, Device, Device]:
+    """The groups of a worker with one for the state of a step that begins, which is open, and one that it needs."""
+    monkeypatch.setattr(groups_module, "meet", lambda *arguments: None)
+    moving, device = Device(), Device()
+    moving.opens.set()
+    device.opens.set()
+    left = iter([moving, device])
+    groups = NativeGroups(lambda: next(left))
+    begun = groups.open_in_step(1, ("a", "b"), 0, dist.HashStore)
+    assert begun is not None
+    groups.enter(1, ("a", "b"), 0, dist.HashStore)
+    return groups, begun, moving, device
+
+
+def test_no_other_group_is_opened_while_state_moves_in_one_during_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, begun, moving, device = opening_in_step(monkeypatch)
+    assert groups.await_begun(begun, lambda: None) == (moving, "")
+    time.sleep(0.2)
+    assert not device.opened
+    assert not groups.passed((0, 0))  # the step commits
+    wait_until(lambda: groups.ready() == 1, 20, "the group to open")
+    wait_until(lambda: moving.closed, 20, "the group of the step to be closed")
+    assert moving.left_by == [threading.current_thread()]
+    assert groups.await_begun(begun, lambda: None) == (None, "the members have changed")
+    groups.close()
+
+
+def test_the_group_of_a_step_is_poisoned_and_closed_with_its_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, begun, moving, device = opening_in_step(monkeypatch)
+    assert groups.await_begun(begun, lambda: None) == (moving, "")
+    groups.poison(2)
+    assert moving.poisoned
+    groups.pause()
+    groups.settled([0])
+    wait_until(lambda: moving.closed and device.closed, 20, "both groups to be given back")
+    assert not device.opened
+
+
+def test_who_waits_for_the_group_of_a_step_looks_at_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups_module, "meet", lambda *arguments: None)
+    moving = Device()
+    groups = NativeGroups(lambda: moving)
+    begun = groups.open_in_step(1, ("a", "b"), 0, dist.HashStore)
+    assert begun is not None
+
+    def look() -> None:
+        raise LinkLost("b", "closed by the peer")
+
+    with pytest.raises(LinkLost):
+        groups.await_begun(begun, look)
+    groups.close()
 
 
 def as_it_is() -> Callable[..., None]:

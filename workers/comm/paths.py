@@ -111,7 +111,7 @@ class Paths(Protocol):
     """What a group may move state over besides its links.
 
     Attributes:
-        last: the path of the last move; None: there was nothing to choose from.
+        last: the path of the last move of anything; None: there was nothing to choose from.
     """
 
     last: str | None

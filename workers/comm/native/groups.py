@@ -204,7 +204,7 @@ class NativeGroups:
         newest = self._of(generation, members, rank, connect)
         if newest is None:
             return f"there are no native groups in generation {generation}"
-        newest.for_state += 1
+        newest.for_state[STATE] += 1
         key = newest.state_key
         if not self._add(newest, [key], newest.bulks):
             return "the members have changed"
@@ -221,19 +221,24 @@ class NativeGroups:
         if newest is None:
             return None
         self._end_in_step(newest)
-        key = GroupKey(f"{STEP_STATE}{len(newest.in_steps)}", members)
+        newest.for_state[STEP_STATE] += 1
+        key = GroupKey(f"{STEP_STATE}{newest.for_state[STEP_STATE]}", members)
         if not self._add(newest, [key], newest.more):
             return None
-        newest.in_steps.append(key)
         return Begun(generation, key, self._open_later(newest, [key]))
 
-    def await_begun(self, begun: Begun) -> tuple[Bulk | None, str]:
-        """Returns a group once it is open, or None and why it does not stand here. From any thread."""
+    def await_begun(self, begun: Begun, look: Callable[[], object]) -> tuple[Bulk | None, str]:
+        """Returns a group once it is open, or None and why it does not stand here; from any thread.
+
+        Args:
+            begun: its opening.
+            look: as for `open_for_state`.
+        """
         newest = self._newest
         if newest is None or newest.generation != begun.generation or begun.key not in newest.more:
             return None, "the members have changed"
         bulk = newest.more[begun.key]
-        wrong = _await_open(newest, begun.key, begun.thread, lambda: None)
+        wrong = _await_open(newest, begun.key, begun.thread, look)
         return (None, wrong) if wrong else (bulk, "")
 
     def for_state(self, members: tuple[str, ...]) -> Bulk | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -67,8 +68,7 @@ class Opening:
         is_open: those that stand here; whether they do elsewhere, the commit barrier says.
         in_use: all members have all that they need, and use it.
         poisoned: the generation is over.
-        for_state: how many groups were opened for state to move in.
-        in_steps: the groups for it to move in the background of a step, one for each such step.
+        for_state: how many groups were opened for state to move in, by purpose.
         refused: why a group of these does not stand here.
         seconds: that its openings took.
         last: the thread that opens what was asked for last.
@@ -84,8 +84,7 @@ class Opening:
     is_open: set[GroupKey] = field(default_factory=set)
     in_use: bool = False
     poisoned: bool = False
-    for_state: int = 0
-    in_steps: list[GroupKey] = field(default_factory=list)
+    for_state: Counter[str] = field(default_factory=Counter)
     refused: dict[GroupKey, str] = field(default_factory=dict)
     seconds: float = 0.0
     over: threading.Event = field(default_factory=threading.Event)
@@ -99,13 +98,13 @@ class Opening:
     @property
     def state_key(self) -> GroupKey:
         """The key of the group that was opened last for state."""
-        return GroupKey(f"{STATE}{self.for_state}", self.members)
+        return GroupKey(f"{STATE}{self.for_state[STATE]}", self.members)
 
     @property
     def in_step(self) -> GroupKey | None:
-        """The last of the groups in which state moves in the background of a step; None: that step has committed."""
-        last = self.in_steps[-1] if self.in_steps else None
-        return last if last in self.more else None
+        """The key of the group in which state moves in the background of a step, until that commits."""
+        key = GroupKey(f"{STEP_STATE}{self.for_state[STEP_STATE]}", self.members)
+        return key if key in self.more else None
 
     def is_ready(self) -> bool:
         """Returns whether all that this worker needs is open."""

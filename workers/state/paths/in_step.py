@@ -80,7 +80,7 @@ class NativeStepPath:
         """Waits for the group, and for what the others say of theirs."""
         wrong = f"there are no native groups in generation {self._group.generation}"
         if self._begun is not None:
-            self._bulk, wrong = self._native.await_begun(self._begun)
+            self._bulk, wrong = self._native.await_begun(self._begun, traffic.check)
         wrong = first_reason(self._group, traffic, part, wrong)
         if wrong:
             self._refused(wrong if self._group.rank == 0 else "")

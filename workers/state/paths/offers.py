@@ -52,7 +52,7 @@ class Offers:
         native: the native groups of this member.
 
     Attributes:
-        last: the path of the last move; None: there was nothing to choose from.
+        last: the path of the last move of anything; None: there was nothing to choose from.
     """
 
     def __init__(self, native: NativeGroups) -> None:
@@ -90,11 +90,13 @@ class Offers:
 
     def choose(self, group: Group, most_bytes: int, device: torch.device | None, is_bounded: bool) -> StatePath | None:
         """Returns the path of a move, after all members have told each other how much that is."""
-        self.last = None
         if group.size == 1 or not self._offers or not is_open_to_choice(self._offers):
+            self.last = None
             return None
         where = self._device()
         most, elsewhere = _told(group, most_bytes, device is not None and device.type != where.type)
+        if not most:
+            return None
         bulk = self._native.for_state(group.members)
         offers = self._offers
         choice = choose(most, not elsewhere, offers, bulk is not None)
@@ -120,11 +122,13 @@ class Offers:
         It begins to be opened here. Whether it stands its members find out in the step; where it does not on all, or
         is not chosen, the move goes over links.
         """
-        self.last = None
         if group.size == 1 or not self._offers or not is_open_to_choice(self._offers):
+            self.last = None
             return None
         where = self._device()
         most, elsewhere = _told(group, most_bytes, device.type != where.type)
+        if not most:
+            return None
         # NIXL's reads are for moves in which all pause.
         choice = choose(most, not elsewhere, [replace(one, has_fabric=False) for one in self._offers], is_open=False)
         self.last = LINKS
