@@ -65,8 +65,8 @@ def test_deaths_among_native_groups_change_no_bit(
 @pytest.mark.parametrize(
     ("victim", "moment"),
     [
-        ("0#0", "6:moving"),  # it sends
-        ("1#1", "0:receive"),  # it is the one that gets it
+        ("0#0", "6:native-moving"),  # it sends
+        ("1#1", "0:native-receive"),  # it is the one that gets it
         ("3#0", "6:turn-compute"),  # while others move
         soak("0#0", "6:turn-half"),
         soak("1#1", "0:turn-enter"),

@@ -12,6 +12,7 @@ go out), `enter`, `half` and `passed` of one step, and, in that step or a later 
     connect    before it makes links
     moving     when it has sent a message of the state
     receive    when it has received one
+    native-…   moving and receive, in a step in whose background the state moves over a native group
     turn-…     compute, enter, half, passed and share of a step in which the plan changes
     resume     when the state has moved, before it goes on
     outcome    before it tells the others whether a checkpoint is whole
@@ -88,8 +89,8 @@ class LayerFaults(Faults):
             self._die_around(Checkpoints, "_outcomes", before="outcome", after="outcomes")
             self._wrap(BackgroundMove, "_leaving", self._leave_in_part)
             self._die_around(BackgroundMove, "wait", before="", after="receive")
-            self._die_around(in_step._PathInStep, "_begin", before="", after="moving")
-            self._die_around(in_step._PathInStep, "_end_first", before="", after="receive")
+            self._die_around(in_step._PathInStep, "_begin", before="", after="native-moving")
+            self._die_around(in_step._PathInStep, "_end_first", before="", after="native-receive")
             self._wrap(Engine, "apply", self._apply)
             original, phases = checkpoint._write, {"part": "written", "elaunch": "complete"}
 
