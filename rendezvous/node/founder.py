@@ -97,7 +97,6 @@ class Founder:
     ) -> None:
         self.standing = Standing(node)
         self._founding: Founding | None = None  # to be written into the store at the next connection
-        self._entered = True  # the store to which it went over last, if there is one
         self._founded_s = 0.0
         self._looker: threading.Thread | None = None
         self._word: threading.Thread | None = None
@@ -128,7 +127,7 @@ class Founder:
 
     def connected(self) -> None:
         """Notes that this node can reach its store."""
-        self._entered = True
+        self._replica.entered = True
         self._rounds.begin()
         self._told.clear()
         self._stand(away=False)
@@ -253,7 +252,7 @@ class Founder:
             for node, address in seats.items()
             if address in answers.paused and may_have_paused(address, silent, loss.lapsed)
         ]
-        move = next_move(self.standing, generation, others, loss, paused, self._entered)
+        move = next_move(self.standing, generation, others, loss, paused, self._replica.entered)
         return self._act(move, bool(there))
 
     def _wait_for_server(self, is_there: bool) -> float | None:
@@ -296,7 +295,6 @@ class Founder:
         self._move(address)
 
     def _move(self, address: str) -> None:
-        self._entered = False
         self._settings.move(address)
         self._session.move()
         self._replica.begin_store()

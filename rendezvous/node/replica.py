@@ -94,6 +94,7 @@ class Replica:
         founding: how this store was founded; None: it is the one that the job began with.
         absent: liveness addresses of agents that this store has lost, and misses.
         moved: where the job has its store by now, as another one of the same job has told this one; empty: here.
+        entered: whether this node has been in the store to which it went over last.
         leader: the name that stands in the leader's key, as this node heard last; None where it is none.
         intake: which documents are damaged.
         in_job: once it is set, nothing that stands in the store, or does not, ends this node.
@@ -109,6 +110,7 @@ class Replica:
         self.founding: Founding | None = None
         self.absent: frozenset[str] = frozenset()
         self.moved = ""
+        self.entered = False
         self.leader: str | None = None
         self.intake = Intake(self.prefix)
         self.in_job = False
@@ -131,6 +133,7 @@ class Replica:
     def begin_store(self) -> None:
         """Forgets what another store said of itself and of its nodes: this node goes over to a new one."""
         self.servers, self.founding, self.absent, self.moved = EtcdServers(), None, frozenset(), ""
+        self.entered = False
         self.view = replace(self.view, ended=frozenset(), gone=frozenset(), floor=0)
 
     def found(self, founding: Founding) -> None:

@@ -74,16 +74,17 @@ def test_deaths_among_native_groups_change_no_bit(
     ],
 )
 def test_a_death_while_state_moves_natively_in_a_step_changes_no_bit(
-    spawn: Spawner, tmp_path: Path, victim: str, moment: str
+    spawn: Spawner, tmp_path: Path, victim: str, moment: str, device: str
 ) -> None:
     """A worker dies, and another one while the replacement of that gets its state in the background of a step."""
     steps = ("--steps", "30")
-    expected = reference(spawn, tmp_path, *steps)
+    expected = reference(spawn, tmp_path, *steps, device=device)
     die = ("--die", "1:5:compute", "--die", f"{victim}:{moment}", "--snapshots", "2", "--crew", "4")
     script: tuple[str | Path, ...] = (SCRIPT, "--dp=2", "--pp=2", *steps, *die)
     flags = (*FOUR, "--collectives=native", "--policy=reroute")
-    node = elaunch(spawn, tmp_path, *flags, script=script, environment={"ELAUNCH_STATE_PATH": "native"})
-    check(node, expected, ["1#0", victim])
+    natively = {"ELAUNCH_STATE_PATH": "native"}
+    node = elaunch(spawn, tmp_path, *flags, script=script, environment=natively, device=device)
+    check(node, expected, ["1#0", victim], rounding=0.0 if device == "cpu" else ROUNDING)
     moves = [event for event in node.events("transition") if event["bytes_moved"]]
     assert {event["moved_over"] for event in moves} == {"native"}
 

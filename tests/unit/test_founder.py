@@ -34,8 +34,9 @@ class Place:
             founding=None,
             servers=EtcdServers(),
             absent=frozenset(),
-            begin_store=lambda: None,
+            entered=True,
         )
+        replica.begin_store = lambda: setattr(replica, "entered", False)
         doc: Any = SimpleNamespace()
         session: Any = SimpleNamespace(
             lease=SimpleNamespace(renewed_s=0.0),
@@ -99,7 +100,7 @@ def test_a_node_that_never_came_into_the_store_that_it_went_over_to_goes_where_o
     place.founder._settings = replace(place.founder._settings, servers=lambda: ("10.0.0.3:29400",))
     assert place.founder.seek() == 0.0
     assert place.moved == ["10.0.0.3:29400", "10.0.0.1:29400"]
-    place.founder._entered = True
+    place.founder._replica.entered = True
     place.founder._settings = replace(place.founder._settings, servers=lambda: ("10.0.0.2:29400",))
     assert place.founder.seek() is None, "one that it has been in it waits for"
 

@@ -18,7 +18,8 @@ from elaunch.errors import GenerationChanged, LinkLost, StepInterrupted
 from elaunch.wire import Report
 from elaunch.workers.barrier import StepRecord
 from elaunch.workers.comm.group import Group
-from elaunch.workers.comm.native.groups import MOST_OPENINGS, GroupKey, NativeGroups
+from elaunch.workers.comm.native.groups import MOST_OPENINGS, NativeGroups
+from elaunch.workers.comm.native.opening import GroupKey
 from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict
 from elaunch.workers.member.swap_choice import (
