@@ -400,6 +400,6 @@ def backends_of(world: JobWorld) -> Iterator[None]:
 @contextmanager
 def groups_of(worker: Worker) -> Iterator[None]:
     """Has the runtime that is made meanwhile have the native groups of a simulated worker."""
-    made: Callable[[Callable[[], Bulk] | None], NativeGroups] = lambda make: SimulatedGroups(worker)  # noqa: E731
+    made: Callable[..., NativeGroups] = lambda make, messages: SimulatedGroups(worker)  # noqa: E731
     with patch.object(runtime, "NativeGroups", made):
         yield
