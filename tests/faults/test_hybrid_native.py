@@ -63,14 +63,15 @@ def test_deaths_among_native_groups_change_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("victim", "moment"),
+    ("victim", "moment", "device"),
     [
-        ("0#0", "6:native-moving"),  # it sends
-        ("1#1", "0:native-receive"),  # it is the one that gets it
-        ("3#0", "6:turn-compute"),  # while others move
-        soak("0#0", "6:turn-half"),
-        soak("1#1", "0:turn-enter"),
-        soak("2#0", "6:turn-passed"),
+        ("0#0", "6:native-moving", "cpu"),  # it sends
+        ("1#1", "0:native-receive", "cpu"),  # it is the one that gets it
+        ("3#0", "6:turn-compute", "cpu"),  # while others move
+        soak("0#0", "6:turn-half", "cpu"),
+        soak("1#1", "0:turn-enter", "cpu"),
+        soak("2#0", "6:turn-passed", "cpu"),
+        on_gpu("0#0", "6:native-moving", "cuda"),
     ],
 )
 def test_a_death_while_state_moves_natively_in_a_step_changes_no_bit(

@@ -303,7 +303,7 @@ def test_a_step_is_done_again_in_the_new_group_where_that_is_quicker_also_if_one
     over_links = [event["step"] for event in together if not natively[event["step"]][1]]
     assert not over_links
     again = next(event for event in together if event["t"] > ends[1]["t"])
-    assert again["members"] < WORKERS
+    assert again["members"] < WORKERS["cpu"]
     change = next(event for event in node.events("transition") if event["generation"] == again["generation"])
     assert change["interrupted"]
     assert change["first_step"]["over"] == "native"

@@ -416,10 +416,11 @@ class NativeGroups:
             return
         for key, bulk in bulks.items():
             me = opening.members[opening.rank]
+            messages = self._messages or key.purpose != EVERYONE
             try:
                 place = dist.PrefixStore(key.place, store) if key.place else store
                 meet(place, len(key.members), opening.over)
-                bulk.open(place, key.members.index(me), len(key.members), self._messages or key.purpose != EVERYONE)
+                bulk.open(place, key.members.index(me), len(key.members), messages=messages)
             except RuntimeError as error:  # of torch's stores and groups
                 self._refused(opening, {key: bulk}, error)
                 continue
