@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -32,7 +33,8 @@ AROUND_FORKS = {"_acquireLock", "_releaseLock", "_after_at_fork_child_reinit_loc
 """What logging, threading and concurrent.futures have called before and after a fork."""
 
 _struck: list[int] = []  # signals that have come before the agent handles them
-PROBE_S = 1.0
+PROBE_S = 3.5  # a first packet that is lost is sent again after 1 s, and after 3
+PROBE_AGAIN_S = 0.1
 REQUEST_S = 5.0  # within which the store answers
 FIRST_CONTACT_S = 1.0  # who waits for a rendezvous that does not stand yet tries again, and says so now and then
 REFUSED_S = 0.2  # for a server that may just have been lost: others are asked between two attempts to reach it
@@ -251,16 +253,32 @@ def _is_host(rendezvous: RendezvousSettings, name: str, port: int) -> bool:
         return False
     if rendezvous.conf.is_host is not None:
         return rendezvous.conf.is_host
-    return is_free_here(name, port) and not any(map(_is_served, parse_endpoints(rendezvous.endpoint, "c10d")[1:]))
+    if not is_free_here(name, port):
+        return False
+    others = parse_endpoints(rendezvous.endpoint, "c10d")[1:]
+    if not others:
+        return True
+    with ThreadPoolExecutor(len(others), "elaunch-probe") as pool:
+        return not any(list(pool.map(_is_served, others)))
 
 
 def _is_served(address: tuple[str, int]) -> bool:
-    """Returns whether somebody listens there: then the job goes on without its first node, which comes back now."""
-    try:
-        socket.create_connection(address, PROBE_S).close()
-    except OSError:
-        return False
-    return True
+    """Returns whether somebody listens there: then the job goes on without its first node, which comes back now.
+
+    A machine that refuses the connection has answered. One that does not may not be reached yet: the network of a
+    machine that has just come back may take seconds to carry anything.
+    """
+    end_s = time.monotonic() + PROBE_S
+    while (left_s := end_s - time.monotonic()) > 0:
+        try:
+            socket.create_connection(address, left_s).close()
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            time.sleep(PROBE_AGAIN_S)
+        else:
+            return True
+    return False
 
 
 def is_free_here(name: str, port: int) -> bool:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from elaunch.plan import Plan
 
 TIMEOUT_S = 120.0
+FOUNDED_S = 2.0  # until a store that nodes have just founded has what they know of the job
+LOOK_S = 0.1
 MOST_JOBS = 50  # that are named where one is asked for that is not there
 
 
@@ -146,11 +148,19 @@ def open_job(args: argparse.Namespace) -> Iterator[tuple[Store, str, str]]:
     endpoint, job = find_job(args.rdzv_endpoint, args.rdzv_id)
     store = open_store(endpoint, conf, job)
     try:
+        _await_settings(store, job)
         if store.next_key(job_prefix(job), "") is None:
             raise _no_such_job(store, endpoint, job)
         yield store, endpoint, job
     finally:
         store.close()
+
+
+def _await_settings(store: Store, job: str) -> None:
+    """Waits a moment for a job without settings: nodes may just have founded this store in the stead of a lost one."""
+    end_s = time.monotonic() + FOUNDED_S
+    while store.get(f"{job_prefix(job)}config") is None and time.monotonic() < end_s:
+        time.sleep(LOOK_S)
 
 
 def _no_such_job(store: Store, endpoint: str, job: str) -> RequestRefused:

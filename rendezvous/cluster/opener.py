@@ -19,6 +19,9 @@ SHORT_S = 20.0
 
 MOST_PATIENCE = 8
 
+AGAIN_S = 10.0
+"""Until a store of a job that has begun is looked at again."""
+
 
 class StoreOpener:
     """Opens the store, again and again; used by one thread.
@@ -47,6 +50,7 @@ class StoreOpener:
         self._patience = 1
         self._servers = ""
         self._store: EtcdStore | None = None
+        self._not_before_s: dict[str, float] = {}
         self.dress: Callable[[Store], Store] = lambda store: store
 
     def __call__(self) -> Store:
@@ -82,13 +86,27 @@ class StoreOpener:
         """Opens another store from now on, which has been founded in the stead of the one that was lost."""
         self._endpoint, self._servers = endpoint, ""
 
-    def leave_word(self, key: str) -> None:
-        """Writes where the store is now into any other that has come up where the job began."""
+    def leave_word(self, key: str, unless: str) -> None:
+        """Writes where the store is now into any other that has come up where the job began.
+
+        Args:
+            key: under which it is written.
+            unless: a key that this store has. One that has it as well is the same by another address, or that of a job
+                that has begun: it is not looked at again for a while.
+        """
         for address in (part.strip() for part in self._begun_at.split(",")):
-            if address not in self.addresses and listens(address):
-                store = self._open_at(address, 1)
-                try:
-                    with suppress(ElaunchError):  # it is tried again
+            if (
+                address in self.addresses
+                or self._clock() < self._not_before_s.get(address, 0.0)
+                or not listens(address)
+            ):
+                continue
+            store = self._open_at(address, 1)
+            try:
+                with suppress(ElaunchError):  # it is tried again
+                    if store.get(unless) is not None:
+                        self._not_before_s[address] = self._clock() + AGAIN_S
+                    else:
                         store.create(key, ",".join(self.addresses).encode())
-                finally:
-                    store.close()
+            finally:
+                store.close()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from elaunch import threads
 from elaunch.errors import LaunchError, StoreUnavailable
@@ -54,7 +55,8 @@ class FoundingSettings:
             take a while to serve. Raises `LaunchError`.
         serves: whether this node hosts a server of its store that votes, and runs or is started again.
         leave: ends that server, since this node goes over to another store.
-        leave_word: writes where the store is into any that has come up where the job began; the key is given.
+        leave_word: writes where the store is into any that has come up where the job began; the key is given, and one
+            that no store has in which no job has begun.
         can_found: whether this node may serve the store.
     """
 
@@ -63,7 +65,7 @@ class FoundingSettings:
     start: Callable[[], str]
     serves: Callable[[], bool]
     leave: Callable[[], None]
-    leave_word: Callable[[str], None]
+    leave_word: Callable[[str, str], None]
     can_found: bool = True
 
 
@@ -160,12 +162,15 @@ class Founder:
     def leave_word(self) -> None:
         """Tells a store that has come up where the job began, as when a lost machine is started again, where it is now.
 
-        Nobody waits for that: it is done in a thread, now and then.
+        It may have been founded elsewhere, or be served by other nodes than at first. Nobody waits for that: it is done
+        in a thread, now and then.
         """
         is_due = self._clock() >= self._word_s + WORD_S and not (self._word is not None and self._word.is_alive())
-        if self._replica.founding is not None and self._replica.view.result is None and is_due:
-            self._word_s, key = self._clock(), f"{self._replica.prefix}moved"
-            self._word = threads.start("elaunch-moved", lambda: self._settings.leave_word(key), lambda error: None)
+        view, prefix = self._replica.view, self._replica.prefix
+        if view.generation is not None and view.result is None and is_due:
+            self._word_s = self._clock()
+            tell = partial(self._settings.leave_word, f"{prefix}moved", f"{prefix}generation")
+            self._word = threads.start("elaunch-moved", tell, lambda error: None)
 
     def follow(self, store: str) -> None:
         """Goes over to the store of the job, in which this node has not been."""

@@ -241,7 +241,7 @@ NATIVE_DEFECTS = [
     (_never_closes_a_group, (0,)),
     (_does_not_ask_the_group_after_the_sums, (280, 625, 908)),
     (_goes_on_before_the_device_is_done, (1,)),
-    (_does_the_step_again_while_the_backend_still_writes, (27, 1603, 2162)),
+    (_does_the_step_again_while_the_backend_still_writes, (2300, 2512)),
     (_looks_at_no_link_while_it_waits, (27, 340, 1419)),
     (_leaves_a_failed_device_to_itself, (280, 625, 751)),
     (_does_not_name_those_that_it_left_in_an_agreement, (27668,)),

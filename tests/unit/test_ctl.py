@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -682,3 +683,20 @@ class TestAsking:
         ):
             self.ask(store)
         assert leader.requests == []
+
+
+def test_a_job_whose_store_was_founded_just_now_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes have not written into it yet what they know (seen in tests.soak)."""
+    looks: list[str] = []
+
+    def get(key: str) -> object:
+        looks.append(key)
+        return object() if len(looks) == 3 else None
+
+    monkeypatch.setattr(ctl, "LOOK_S", 0.001)
+    store: Any = SimpleNamespace(get=get)
+    ctl._await_settings(store, "run7")
+    assert looks == ["/elaunch/run7/config"] * 3
+    monkeypatch.setattr(ctl, "FOUNDED_S", 0.0)
+    looks.append("more")
+    ctl._await_settings(store, "run7")  # it does not wait for ever

@@ -53,7 +53,7 @@ class Place:
             start=lambda: "10.0.0.2:29400",
             serves=lambda: False,
             leave=lambda: None,
-            leave_word=lambda key: None,
+            leave_word=lambda key, unless: None,
         )
         reporter: Any = SimpleNamespace(warn=self.warned.append)
         clock = lambda: self.now_s  # noqa: E731
@@ -103,6 +103,18 @@ def test_a_node_that_never_came_into_the_store_that_it_went_over_to_goes_where_o
     place.founder._replica.entered = True
     place.founder._settings = replace(place.founder._settings, servers=lambda: ("10.0.0.2:29400",))
     assert place.founder.seek() is None, "one that it has been in it waits for"
+
+
+def test_the_leader_leaves_word_of_a_store_that_nobody_had_to_found_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its servers, none may be where the job began."""
+    place, told = Place(monkeypatch), list[tuple[str, str]]()
+    keys = lambda key, unless: told.append((key, unless))  # noqa: E731
+    place.founder._settings = replace(place.founder._settings, leave_word=keys)
+    place.founder._replica.prefix = "/elaunch/job/"
+    place.founder.leave_word()
+    assert place.founder._word is not None
+    place.founder._word.join(10)
+    assert told == [("/elaunch/job/moved", "/elaunch/job/generation")]
 
 
 def test_a_node_that_did_not_answer_just_now_is_not_lost_with_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
