@@ -95,6 +95,21 @@ def even_counts(elements: int, members: int) -> list[int]:
     return [(index + 1) * elements // members - index * elements // members for index in range(members)]
 
 
+class ScratchRows:
+    """Scratch tensors in host memory, which is kept from call to call."""
+
+    def __init__(self) -> None:
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, number: int, like: Tensor) -> list[Tensor]:
+        """Returns so many tensors of the size and type of a 1-D one; those of the call before are over."""
+        n_bytes = number * like.nbytes
+        if self._scratch.numel() < n_bytes:
+            self._scratch = torch.empty(n_bytes, dtype=torch.uint8)
+        flat = self._scratch[:n_bytes].view(like.dtype)
+        return list(flat.view(number, like.numel()).unbind(0))
+
+
 class Group:
     """The ordered `members` of generation `generation`; every member calls the collectives in the same order.
 
@@ -130,7 +145,7 @@ class Group:
         self._collectives = 0
         self._sent = [0] * self.size
         self._received = [0] * self.size
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._rows = ScratchRows()
 
     def neighbours(self) -> tuple[str, ...]:
         """Returns the members to which the collectives have links from the start."""
@@ -179,7 +194,7 @@ class Group:
         if self.size > 1:
             views = _cut(tensor, counts)
             if self._direct:
-                parts = self._rows(own, self.size - 1)
+                parts = self._rows(self.size - 1, own)
                 self._collective(
                     [(peer, 0, views[peer]) for peer in self._others],
                     [(peer, 0, memory(part)) for peer, part in zip(self._others, parts, strict=True)],
@@ -364,7 +379,7 @@ class Group:
     def _reduce_whole(self, tensor: Tensor, scale: float | None, reduction: Reduction) -> None:
         if self.size > 1:
             view = memory(tensor)
-            parts = self._rows(tensor, self.size - 1)
+            parts = self._rows(self.size - 1, tensor)
             self._collective(
                 [(peer, 0, view) for peer in self._others],
                 [(peer, 0, memory(part)) for peer, part in zip(self._others, parts, strict=True)],
@@ -378,7 +393,7 @@ class Group:
         op = self._next_op()
         for step in range(self.size - 1):
             outgoing, incoming = (self.rank - step - 1) % self.size, (self.rank - step - 2) % self.size
-            (partial,) = self._rows(chunks[incoming], 1)
+            (partial,) = self._rows(1, chunks[incoming])
             self._pass_on(op, step, views[outgoing], memory(partial))
             _COMBINE[reduction](partial, chunks[incoming], out=chunks[incoming])
 
@@ -417,14 +432,6 @@ class Group:
         if len(counts) != self.size or sum(counts) != tensor.numel():
             raise ValueError(f"counts {list(counts)} do not cut {tensor.numel()} elements among {self.size} members")
         return counts
-
-    def _rows(self, like: Tensor, rows: int) -> list[Tensor]:
-        """Scratch tensors of the shape and type of `like`, kept from call to call."""
-        row_bytes = like.numel() * like.element_size()
-        if self._scratch.numel() < rows * row_bytes:
-            self._scratch = torch.empty(rows * row_bytes, dtype=torch.uint8)
-        flat = self._scratch[: rows * row_bytes].view(like.dtype)
-        return list(flat.view(rows, like.numel()).unbind(0))
 
 
 def _payloads(records: memoryview) -> list[bytes]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elaunch.workers.comm.group import even_counts, fold, is_summed_whole, order_of_sum
+from elaunch.workers.comm.group import ScratchRows, even_counts, fold, is_summed_whole, order_of_sum
 from elaunch.workers.comm.native import ended
 from elaunch.workers.comm.native.bulk import Bulk
 
@@ -64,7 +64,7 @@ class OrderedSums:
     """
 
     def __init__(self) -> None:
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._rows = ScratchRows()
         self._stream: torch.Stream | None = None
         self._works: list[dist.Work] = []
 
@@ -116,12 +116,6 @@ class OrderedSums:
             self.join(device)
         ended.drop(self._works, on_host=True)
         self._works.clear()
-
-    def _rows(self, number: int, like: Tensor) -> list[Tensor]:
-        if self._scratch.numel() < number * like.nbytes:
-            self._scratch = torch.empty(number * like.nbytes, dtype=torch.uint8)
-        flat = self._scratch[: number * like.nbytes].view(like.dtype)
-        return list(flat.view(number, like.numel()).unbind(0))
 
 
 def _new_rows(number: int, like: Tensor) -> list[Tensor]:
