@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,9 @@ from elaunch.rendezvous.cluster.members import ClusterMembers
 from elaunch.rendezvous.etcd import EtcdStore
 from tests.faults.test_store import etcd_of, kill_etcd
 from tests.helpers import ROOT, Spawner, find_free_port
+from tests.jobs.plain_etcd import find_server
 from tests.jobs.watch import SCRIPT, Node, elaunch, kill_node, losses, wait_for, wait_for_members, wait_for_step
-from tests.netns import network
+from tests.netns import Network, network
 
 ELASTIC = ROOT / "tests" / "jobs" / "elastic.py"
 
@@ -176,47 +180,111 @@ def test_without_two_of_the_three_that_host_the_store_the_others_found_another_o
     losses(job.all)
 
 
+class Machines:
+    """Nodes of one job, each on a machine of its own in a network, whose store is on three of them."""
+
+    def __init__(self, spawn: Spawner, folder: Path, made: Network, names: str) -> None:
+        self._spawn, self._folder, self.made = spawn, folder, made
+        self._spaces = {name: made.add(name) for name in names}
+        self.nodes: dict[str, Node] = {}
+        self.all: list[Node] = []
+        for name in names:
+            self.start(name)
+        wait_for_members(self.all, len(names))
+        wait_for(self.all, lambda: all(map(serves, self.all)), 30, "three that serve the store")
+
+    def start(self, name: str) -> Node:
+        """Starts the agent of a node, or once more after its loss."""
+        endpoint = ",".join(f"{self.made.address(each)}:29400" for each in self._spaces)
+        self.nodes[name] = elaunch(
+            self._spawn,
+            self._folder,
+            f"--nnodes=1:{len(self._spaces)}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={endpoint}",
+            "--rdzv-id=job",
+            "--rdzv-conf=lease_ttl=2,link_timeout=2,last_call_timeout=60,store_timeout=8",
+            f"--node-name={name}",
+            script=(SCRIPT, "--steps", "100000", "--sleep", "0.05", "--gather", str(len(self._spaces))),
+            name=f"{name}{len(self.all)}",
+            host=self._spaces[name],
+        )
+        self.all.append(self.nodes[name])
+        return self.nodes[name]
+
+    def others(self) -> list[Node]:
+        """Returns all nodes but the first."""
+        return [node for name, node in self.nodes.items() if name != "a"]
+
+    def lose_first(self) -> None:
+        """Its machine is lost; the others go on at the same store, which two of them serve."""
+        self.made.plug("a", into=False)
+        kill_node(self.nodes["a"])
+        wait_for_members(self.others(), 2)
+
+    def end(self) -> None:
+        """Sees that each step was done once, and that no node's workers but those of the lost ones were replaced."""
+        for node in self.nodes.values():
+            assert node.agent.process.poll() is None, node.agent.tail()
+            assert len(node.all_pids()) == 1, node.agent.tail()
+            kill_node(node)
+        losses(self.all)
+
+
+def serves(node: Node) -> bool:
+    """Returns whether an etcd runs beside this agent."""
+    return find_server(node.agent.pid) is not None
+
+
+@contextmanager
+def machines(spawn: Spawner, folder: Path, names: str) -> Iterator[Machines]:
+    with network() as made:
+        try:
+            yield Machines(spawn, folder, made, names)
+        finally:
+            spawn.end_all()  # before their network goes
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(240)
 def test_the_first_node_that_is_cut_off_decides_nothing_and_the_others_go_on(spawn: Spawner, tmp_path: Path) -> None:
     """Not even the end of a connection tells the others: nothing comes from that host any more."""
-    with network() as made:
-        try:
-            subnet = made.gateway.rpartition(".")[0]
-            hosts = {name: f"{subnet}.{number}" for number, name in enumerate("abc", 2)}
-            endpoint = ",".join(f"{host}:29400" for host in hosts.values())
-            conf = "lease_ttl=2,link_timeout=2,last_call_timeout=60,store_timeout=8"
-            nodes = {
-                name: elaunch(
-                    spawn,
-                    tmp_path,
-                    "--nnodes=1:3",
-                    "--rdzv-backend=c10d",
-                    f"--rdzv-endpoint={endpoint}",
-                    f"--rdzv-conf={conf}",
-                    f"--node-name={name}",
-                    script=(SCRIPT, "--steps", "100000", "--sleep", "0.05", "--gather", "3"),
-                    name=name,
-                    host=made.add(name),
-                )
-                for name in hosts
-            }
-            wait_for_members(list(nodes.values()), 3)
-            others = [nodes["b"], nodes["c"]]
-            wait_for(
-                others, lambda: all("serves the rendezvous store" in node.agent.text() for node in others), 30, "three"
-            )
-            wait_for_step(others, max(node.last_step() for node in nodes.values()) + 20)
-            made.part("a", "bc")
-            wait_for_members(others, 2)
-            assert nodes["a"].agent.wait(60) == 1, nodes["a"].agent.tail()
-            assert "was of no use for 8 s while this node waited" in nodes["a"].agent.text()
-            assert all(
-                len(event["workers"]) == 3 for event in nodes["a"].events("generation") if event["stage"] == "train"
-            )
-            for node in others:
-                assert node.agent.process.poll() is None, node.agent.tail()
-                kill_node(node)
-            losses(list(nodes.values()))
-        finally:
-            spawn.end_all()  # before their network goes
+    with machines(spawn, tmp_path, "abc") as job:
+        others, first = job.others(), job.nodes.pop("a")
+        wait_for_step(others, max(node.last_step() for node in job.all) + 20)
+        job.made.part("a", "bc")
+        wait_for_members(others, 2)
+        assert first.agent.wait(60) == 1, first.agent.tail()
+        assert "was of no use for 8 s while this node waited" in first.agent.text()
+        assert all(len(event["workers"]) == 3 for event in first.events("generation") if event["stage"] == "train")
+        job.end()
+
+
+def test_a_first_node_that_begins_another_job_is_told_where_the_one_it_had_begun_goes_on(
+    spawn: Spawner, tmp_path: Path
+) -> None:
+    """Its machine is started again, and reaches nobody for longer than it asks; nobody has had to found a store."""
+    with machines(spawn, tmp_path, "abc") as job:
+        job.lose_first()
+        back = job.start("a")
+        wait_for(back, lambda: serves(back), 30, "it to serve a store of its own")
+        job.made.plug("a", into=True)
+        wait_for_members(job.all[1:], 3)
+        assert "this node goes over to the rendezvous store at" in back.agent.text(), back.agent.tail()
+        assert not any("this node serves another one at" in node.agent.text() for node in job.all)
+        wait_for_step(job.others(), max(node.last_step() for node in job.all) + 20)
+        job.end()
+
+
+def test_a_first_node_that_comes_back_before_its_network_does_begins_no_other_job(
+    spawn: Spawner, tmp_path: Path
+) -> None:
+    with machines(spawn, tmp_path, "abc") as job:
+        job.lose_first()
+        back = job.start("a")
+        time.sleep(1.0)  # it asks for 3.5 s
+        assert not serves(back), "it asks before it serves"
+        job.made.plug("a", into=True)
+        wait_for_members(job.all[1:], 3)
+        assert "this node goes over to the rendezvous store at" not in back.agent.text(), back.agent.tail()
+        job.end()
