@@ -152,6 +152,11 @@ class Group:
         return neighbours(self.members, self.transport.worker)
 
     @property
+    def others(self) -> list[str]:
+        """Returns all members but this one."""
+        return [self.members[rank] for rank in self._others]
+
+    @property
     def branches(self) -> tuple[str | None, tuple[str, ...]]:
         """Returns who is above this member in the tree of all members, None: nobody, and who is below."""
         above = self.members[_parent(self.rank)] if self.rank else None

@@ -84,7 +84,7 @@ class Reducer:
         group = self._group
         if self._native is None or self._ordered is not None:
             # Links name those for whom they wait by themselves.
-            named = () if self._native is None or group is None else (_others(group), group.generation)
+            named = () if self._native is None or group is None else (group.others, group.generation)
             with heartbeat.waiting(*named):
                 while self._run_next():
                     pass
@@ -134,7 +134,7 @@ class Reducer:
     def _in_native(self, group: Group, wait: Callable[[Callable[[], None]], None]) -> None:
         if self.error is not None:
             return
-        others = _others(group)
+        others = group.others
         with heartbeat.waiting(others, group.generation):
             try:
                 wait(lambda: group.transport.check(others))
@@ -183,17 +183,12 @@ class Reducer:
         if not isinstance(native, NativeSumsInOrder):
             group.all_reduce(flat, scale=self._scale)
             return
-        others = _others(group)
         try:
-            native.sum_here(flat, self._scale, lambda: group.transport.check(others))
+            native.sum_here(flat, self._scale, lambda: group.transport.check(group.others))
         except StepInterrupted:
             raise
         except RuntimeError as error:
             self._native_failed(group, error)
-
-
-def _others(group: Group) -> list[str]:
-    return [member for member in group.members if member != group.transport.worker]
 
 
 class NativeSums:

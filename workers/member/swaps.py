@@ -93,7 +93,7 @@ class Swaps:
 
     def _await(self, group: Group, step: Callable[[], int], longest_s: float) -> None:
         """Waits until the group is open here, or is not to be; then the members tell each other whether all have it."""
-        others = [member for member in group.members if member != group.transport.worker]
+        others = group.others
         with heartbeat.waiting(others, group.generation):
             self._native.await_open(longest_s, lambda: group.transport.check(others, group.generation))
         ready = self._native.ready()

@@ -157,7 +157,7 @@ class BackgroundPathMove:
 
     def wait(self, items: Collection[str] | None = None) -> None:
         """Returns when all that this worker needs of some items, or of all, is in its place."""
-        peers = [member for member in self._group.members if member != self._group.transport.worker]
+        peers = self._group.others
 
         def is_here() -> bool:
             return self._is_over or (items is not None and not any(self._left[item] for item in items))

@@ -241,7 +241,7 @@ class NativeWorks:
                 raise failure from None
             interrupted(failure)
 
-        others = [member for member in group.members if member != group.transport.worker]
+        others = group.others
         found = NativeWork(
             bulk.wrap(FinishedWork(tensors) if work is None else work, is_message),
             others,

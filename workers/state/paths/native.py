@@ -59,7 +59,7 @@ class NativePath:
     ) -> None:
         self._bulk, self._group, self._device, self._failed = bulk, group, device, failed
         self._at_a_time = 1 if bounded else 2
-        self._others = [member for member in group.members if member != group.transport.worker]
+        self._others = group.others
         self._under_way: deque[_Round] = deque()
         self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
 

@@ -164,7 +164,7 @@ class Offers:
     def _open(self, group: Group) -> str:
         """Opens a native group on all members; returns why it does not stand on all, "" if it does."""
         assert self._connect is not None, "nobody offers anything before an agreement"
-        others = [member for member in group.members if member != group.transport.worker]
+        others = group.others
 
         begin_s = time.monotonic()
         with heartbeat.waiting(others, group.generation):
