@@ -178,6 +178,7 @@ class TestWatch:
         assert "`model.0.bias` is not the same on a/1#0 as on a/0#0, a/2#0" in str(found[0])
         assert "they have not been compared before" in str(found[0])
         assert "job.steps(" in str(found[0])
+        assert "step.number" in str(found[0]), "a script's own count of steps begins anew in a worker that joins"
 
     def test_or_says_who_gets_whose_state(self, transports: list[Transport]) -> None:
         made, watches = groups(transports), self.watches(ReplicaCheck(5, repair=True))

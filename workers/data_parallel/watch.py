@@ -17,9 +17,10 @@ from elaunch.workers.hooks import Verdict
 from elaunch.workers.replicas import ReplicasDiffer
 
 _CURE = (
-    "Something changed them on some workers only, such as code that runs once for each micro-batch: keep what changes "
-    "the model, the optimizer or the learning rate after the loop over the micro-batches of `for step in "
-    "job.steps(...)`. {name}=N,repair copies the state of most workers to the others instead of ending the job"
+    "Something changed them on some workers only, such as code that runs once for each micro-batch, or a count of "
+    "steps that a new worker began at 0: keep what changes the model, the optimizer or the learning rate after the "
+    "loop over the micro-batches of `for step in job.steps(...)`, and take the count from `step.number`. {name}=N,"
+    "repair copies the state of most workers to the others instead of ending the job"
 )
 
 
