@@ -18,7 +18,7 @@ from elaunch.scheduler.settings import SuikaSettings
 def start_waiting(draft: Draft, settings: SuikaSettings) -> None:
     """Gives each job that waits its basic demand, as far as that is possible, in the order of the queue."""
     while _start_some(draft, settings):
-        # Somebody had to stop, and has to look for another place; what was left over may do for others.
+        # Somebody had to stop, and has to look for another place, or to move: what is free now may do for others.
         pass
 
 
@@ -37,8 +37,8 @@ def queue(draft: Draft, settings: SuikaSettings) -> list[JobDraft]:
 
 
 def _start_some(draft: Draft, settings: SuikaSettings) -> bool:
-    """Goes through the queue once; returns whether a job that ran had to stop."""
-    stopped, before = False, ""
+    """Goes through the queue once; returns whether a job that ran had to stop or to move."""
+    disturbed, before = False, ""
     for job in queue(draft, settings):
         basic = devices_text(job.job.basic)
         refused = _over_quota(draft, job, settings)
@@ -50,9 +50,9 @@ def _start_some(draft: Draft, settings: SuikaSettings) -> bool:
         elif before:
             job.waits = f"waits for {basic} behind {before}"
         else:
-            n_running = len(draft.running)
+            bases = [(other, other.base) for other in draft.running]
             if _start(draft, job, settings):
-                stopped |= len(draft.running) <= n_running
+                disturbed |= any(other.base != base for other, base in bases)
                 continue
             free = draft.pool.free_for(job.job)
             job.waits = (
@@ -60,7 +60,7 @@ def _start_some(draft: Draft, settings: SuikaSettings) -> bool:
             )
             if draft.now_s - job.job.submitted_s >= settings.backfill_s:
                 before = job.job.name
-    return stopped
+    return disturbed
 
 
 def _over_quota(draft: Draft, job: JobDraft, settings: SuikaSettings) -> str:

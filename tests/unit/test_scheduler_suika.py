@@ -320,6 +320,23 @@ def test_jobs_move_together_for_one_that_needs_whole_nodes() -> None:
     assert run(world)["whole"].action == "wait"
 
 
+def test_room_that_a_move_makes_goes_to_the_first_in_the_queue() -> None:
+    """It cannot move others for its whole node; one behind it can, for two devices, and would have to stop at once."""
+    world = cluster(4, 1, 1, 1, 4)
+    world.nodes[0] = replace(world.nodes[0], usable=False)
+    world.jobs = {
+        "whole": running("whole", {"n0": 4}, whole_nodes=True, priority=1),
+        "moves": running("moves", {"n4": 3}, most=3, priority=1),
+        "pair": JobState("pair", 0.0, 2, 2, unit=2),
+    }
+    settings = replace(FREE, preempt=True, backfill_s=math.inf)
+    said = run(world, settings)
+    assert world.jobs["whole"].base == {"n4": 4}
+    assert world.jobs["moves"].base == {"n1": 1, "n2": 1, "n3": 1}
+    assert said["pair"].action == "wait"
+    assert {reason.action for reason in run(world, settings).values()} == {"wait"}
+
+
 def test_settings_that_cannot_be_meant_are_refused() -> None:
     for wrong, expected in (
         ({"queue": "lifo"}, "fifo or sjf"),
