@@ -46,6 +46,7 @@ from elaunch.detect.watchdog import Watchdog
 from elaunch.errors import ElaunchError, ProtocolError
 from elaunch.rendezvous.cluster.servers import EtcdServers
 from elaunch.rendezvous.embedded import EmbeddedEtcd
+from elaunch.rendezvous.security.contexts import AgentContexts
 from elaunch.rendezvous.security.identity import NodeIdentity
 from elaunch.rendezvous.store import Store
 
@@ -108,8 +109,14 @@ class Agent:
         self._outputs = Outputs(config, folders)
         listener = listen(host)
         address = f"{host}:{listener.getsockname()[1]}"
+        tls = AgentContexts(identity).get if identity is not None else lambda address, is_server: None
         self._liveness = LivenessPort(
-            self._selector, listener, address, lambda: self._participant.tell(), self._journal.say
+            self._selector,
+            listener,
+            address,
+            lambda: self._participant.tell(),
+            self._journal.say,
+            lambda: tls(address, True),
         )
         self._store = StoreOffer(store, config.rendezvous, host, self._journal.say)
         self._life = Lifecycle(
@@ -157,7 +164,7 @@ class Agent:
             self._on_servers,
             identity,
         )
-        founding = make_founding(config, open_store, self._hosted, self._inbox)
+        founding = make_founding(config, open_store, self._hosted, self._inbox, lambda address: tls(address, False))
         self._participant = make_participant(config, open_store, self._life.doc(), job, figures, founding)
         self._messages = WorkerMessages(
             self._life, self._control, self._watches, self._participant, job, self._journal, self._act

@@ -16,6 +16,7 @@ from elaunch.agent.watch.hosted import HostedEtcd
 from elaunch.errors import ElaunchError, LaunchError
 from elaunch.rendezvous.cluster.opener import StoreOpener
 from elaunch.rendezvous.cluster.servers import EtcdServers
+from elaunch.rendezvous.cluster.standings import Tls
 from elaunch.rendezvous.decide import MembershipSettings
 from elaunch.rendezvous.embedded import has_etcd
 from elaunch.rendezvous.membership import Deadlock, DrainRequest, Generation, JobConfig, NodeDoc, Result
@@ -211,7 +212,7 @@ def make_participant(
 
 
 def make_founding(
-    config: AgentConfig, open_store: Callable[[], Store], hosted: HostedEtcd, inbox: Inbox
+    config: AgentConfig, open_store: Callable[[], Store], hosted: HostedEtcd, inbox: Inbox, tls: Tls
 ) -> FoundingSettings | None:
     """Returns what the agent does where another store is founded; None where none is.
 
@@ -220,6 +221,7 @@ def make_founding(
         open_store: connects to the rendezvous store.
         hosted: this node's server of it, which belongs to the agent's loop.
         inbox: of the loop.
+        tls: for the connections to other agents.
     """
     if not config.founds:
         return None
@@ -255,6 +257,7 @@ def make_founding(
         serves=lambda: hosted.will_serve,
         leave=lambda: inbox.post(leave),
         leave_word=open_store.leave_word,
+        tls=tls,
         can_found=has_etcd(),
     )
 

@@ -4,6 +4,7 @@
       elaunch-standing/1 CHALLENGE PROOF   ->
                                           <-  elaunch-standing/1 PROOF {"kind": "Standing", ...}     and it hangs up
 
+Between machines that is inside TLS, where both sides have shown a certificate of the job (`security.contexts`).
 Anybody can reach that address, and anybody may have taken it since its agent ended. So the agent tells nothing to who
 does not know the token, and what is said there counts only with a proof, which is HMAC-SHA256 (RFC 2104). Its key is
 derived from the token and the address that was asked, so an agent answers for no other address. The challenge is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import socket
+import ssl
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from elaunch.errors import ProtocolError
 from elaunch.rendezvous.cluster.inquiry import ANSWER_BYTES, is_cut_off, new_challenge, question_line, read_answer
 from elaunch.rendezvous.membership import split_address
 from elaunch.rendezvous.rules.founding import Standing
+from elaunch.rendezvous.security.contexts import explain
 
 ANSWER_S = 0.3
 """How long a machine may take to accept a connection, and its agent to answer."""
@@ -30,6 +32,13 @@ SEATS_PER_S = 500
 """So many agents a node asks each second on average: all nodes that lost the store do."""
 
 AT_ONCE = 100
+
+Tls = Callable[[str], ssl.SSLContext | None]
+"""Returns the context for the agent at an address; None: plain. It raises `OSError` where there is no certificate."""
+
+
+def plain(address: str) -> None:
+    """The agents' connections are not encrypted."""
 
 
 class NoAnswer(enum.Enum):
@@ -70,10 +79,12 @@ class Rounds:
 
     Args:
         clock: in seconds.
+        tls: for the agents.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], tls: Tls = plain) -> None:
         self._clock = clock
+        self._tls = tls
         self._asked_s = float("-inf")
         self._number = 0
         self._silent_since_s: dict[str, float] = {}
@@ -88,7 +99,8 @@ class Rounds:
         if self._clock() < self._asked_s + len(seats) / SEATS_PER_S:
             return None
         self._asked_s = self._clock()
-        answers = ask(seats, token, servers, self._silent_since_s if self._number % PATIENT_EVERY else ())
+        silent = self._silent_since_s if self._number % PATIENT_EVERY else ()
+        answers = ask(seats, token, servers, silent, self._tls)
         self._number += 1
         since_s = self._silent_since_s
         self._silent_since_s = {address: since_s.get(address, self._asked_s) for address in answers.silent}
@@ -97,7 +109,13 @@ class Rounds:
         return answers
 
 
-def ask(seats: Mapping[str, str], token: str, servers: Collection[str] = (), silent: Collection[str] = ()) -> Answers:
+def ask(
+    seats: Mapping[str, str],
+    token: str,
+    servers: Collection[str] = (),
+    silent: Collection[str] = (),
+    tls: Tls = plain,
+) -> Answers:
     """Asks agents how they stand, and looks whether servers of the store listen.
 
     Args:
@@ -105,6 +123,7 @@ def ask(seats: Mapping[str, str], token: str, servers: Collection[str] = (), sil
         token: of the job, by which both sides of each question know each other.
         servers: addresses of the servers.
         silent: of all these addresses, those that get less time, since they did not answer the last time.
+        tls: for the agents.
     """
     answers, count = Answers(), len(seats) + len(servers)
     if not count:
@@ -112,7 +131,7 @@ def ask(seats: Mapping[str, str], token: str, servers: Collection[str] = (), sil
     within_s = dict.fromkeys(silent, AGAIN_S)
     with ThreadPoolExecutor(min(AT_ONCE, count), "elaunch-ask") as pool:
         listen = pool.map(lambda server: listens(server, within_s.get(server, ANSWER_S)), servers)
-        said = pool.map(lambda seat: _ask(seat[0], seat[1], token, within_s.get(seat[1], ANSWER_S)), seats.items())
+        said = pool.map(lambda seat: _ask(seat[0], seat[1], token, within_s.get(seat[1], ANSWER_S), tls), seats.items())
         for (node, address), found in zip(seats.items(), said, strict=True):
             if isinstance(found, Standing):
                 answers.standings[node] = found
@@ -128,23 +147,26 @@ def ask(seats: Mapping[str, str], token: str, servers: Collection[str] = (), sil
     return answers
 
 
-def _ask(node: str, address: str, token: str, within_s: float) -> Standing | NoAnswer:
+def _ask(node: str, address: str, token: str, within_s: float, tls: Tls) -> Standing | NoAnswer:
     """Returns how the node stands whose agent is at an address, or why that is not known."""
     challenge, line = new_challenge(), bytearray()
     try:
-        with socket.create_connection(split_address(address), within_s) as link:
+        with socket.create_connection(split_address(address), within_s) as dialled:
             if not token:
                 return NoAnswer.SILENT  # whoever it is cannot prove anything
             end_s = time.monotonic() + within_s
-            link.sendall(question_line(token, address, challenge))
-            while len(line) < ANSWER_BYTES and (left_s := end_s - time.monotonic()) > 0:
-                link.settimeout(left_s)  # of all parts together: a stranger may send one byte at a time
-                part = link.recv(65536)
-                line += part
-                if not part or part.endswith(b"\n"):
-                    break
+            with _secured(dialled, tls(address)) as link:
+                link.sendall(question_line(token, address, challenge))
+                while len(line) < ANSWER_BYTES and (left_s := end_s - time.monotonic()) > 0:
+                    link.settimeout(left_s)  # of all parts together: a stranger may send one byte at a time
+                    part = link.recv(65536)
+                    line += part
+                    if not part or part.endswith(b"\n"):
+                        break
     except ConnectionRefusedError:
         return NoAnswer.ENDED
+    except ProtocolError:
+        return NoAnswer.UNPROVEN
     except (OSError, ValueError, OverflowError):
         pass  # what has come is looked at all the same
     if is_cut_off(bytes(line)):
@@ -154,6 +176,23 @@ def _ask(node: str, address: str, token: str, within_s: float) -> Standing | NoA
     except ProtocolError:
         return NoAnswer.UNPROVEN
     return standing if standing.node == node else NoAnswer.SILENT
+
+
+def _secured(link: socket.socket, context: ssl.SSLContext | None) -> socket.socket:
+    """Returns the connection, encrypted if it must be.
+
+    Raises:
+        ProtocolError: who answers there does not prove that it is of this job.
+        OSError: it hung up, or did not answer in time.
+    """
+    if context is None:
+        return link
+    try:
+        return context.wrap_socket(link)
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+        raise
+    except ssl.SSLError as error:
+        raise ProtocolError(explain(error)) from error
 
 
 def listens(address: str, within_s: float = ANSWER_S) -> bool:

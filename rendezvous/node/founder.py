@@ -10,7 +10,7 @@ from functools import partial
 
 from elaunch import threads
 from elaunch.errors import LaunchError, StoreUnavailable
-from elaunch.rendezvous.cluster.standings import SEATS_PER_S, Answers, Rounds, ask
+from elaunch.rendezvous.cluster.standings import SEATS_PER_S, Answers, Rounds, Tls, ask, plain
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.membership import Generation
 from elaunch.rendezvous.node.mailbox import Mailbox
@@ -57,6 +57,7 @@ class FoundingSettings:
         leave: ends that server, since this node goes over to another store.
         leave_word: writes where the store is into any that has come up where the job began; the key is given, and one
             that no store has in which no job has begun.
+        tls: for the connections to other agents.
         can_found: whether this node may serve the store.
     """
 
@@ -66,6 +67,7 @@ class FoundingSettings:
     serves: Callable[[], bool]
     leave: Callable[[], None]
     leave_word: Callable[[str, str], None]
+    tls: Tls = plain
     can_found: bool = True
 
 
@@ -114,7 +116,7 @@ class Founder:
         self._ended: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         self._newest = 0
-        self._rounds = Rounds(clock)
+        self._rounds = Rounds(clock, settings.tls)
         self._told: set[str] = set()
         self._can_found = settings.can_found
 
@@ -148,7 +150,7 @@ class Founder:
         generation = self._replica.view.generation
         assert generation is not None
         self._stand(away=False)
-        answers = ask(seats, self._session.token)
+        answers = ask(seats, self._session.token, tls=self._settings.tls)
         self._tell_strangers(answers)
         for node, address in seats.items():
             # Read after its end was seen: as long as its lease lasted it can have gone over to no other store.
@@ -192,7 +194,7 @@ class Founder:
             if generation is None or generation.number != former.number or not self._session.is_open:
                 return
             seats = self._seats(generation)
-            if not self._note_ended(ask(seats, self._session.token).ended):
+            if not self._note_ended(ask(seats, self._session.token, tls=self._settings.tls).ended):
                 return
             time.sleep(len(seats) / SEATS_PER_S)
 

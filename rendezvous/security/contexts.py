@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import ssl
 
-from elaunch.rendezvous.security.identity import AUTHORITY, NODE
+from elaunch.rendezvous.membership import split_address
+from elaunch.rendezvous.security.identity import AUTHORITY, NODE, NodeIdentity, is_loopback
 
 
 def make_context(authority: str, node: str, is_server: bool) -> ssl.SSLContext:
@@ -59,3 +60,41 @@ class Contexts:
         if made is None or made[0] != stamp:
             made = self._made[is_server] = stamp, make_context(self._authority, self._node, is_server)
         return made[1]
+
+
+class AgentContexts:
+    """The contexts in which agents ask each other: encrypted where links between the same machines are.
+
+    Both sides decide by the address that is asked.
+
+    Args:
+        identity: of this node.
+    """
+
+    def __init__(self, identity: NodeIdentity) -> None:
+        self._identity, self._contexts = identity, Contexts(identity.folder)
+
+    def get(self, address: str, is_server: bool) -> ssl.SSLContext | None:
+        """Returns the context of one side of a connection to the agent at an address; None: it is plain.
+
+        Raises:
+            OSError: this node has no certificate, or none yet.
+        """
+        links = self._identity.settings.links
+        if links == "off" or (links == "auto" and is_loopback(split_address(address)[0])):
+            return None
+        if self._identity.pem is None:
+            raise OSError("this node has no certificate")
+        return self._contexts.get(is_server)
+
+
+def explain(error: ssl.SSLError) -> str:
+    """Returns what a handshake's failure means to people."""
+    text = str(getattr(error, "verify_message", "") or error.reason or error)
+    if "not yet valid" in text or "expired" in text.lower():
+        return f"its certificate is refused ({text}): compare the clocks of both machines"
+    if isinstance(error, ssl.SSLCertVerificationError) or "CERTIFICATE" in text or "UNKNOWN_CA" in text:
+        return f"its certificate is not of this job ({text}): do all nodes have the same secret?"
+    if "WRONG_VERSION_NUMBER" in text or "HTTP_REQUEST" in text:
+        return "it does not encrypt: --link-encryption must be the same on all nodes"
+    return f"TLS failed: {text}"

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from elaunch.errors import StoreUnavailable
+from elaunch.rendezvous.cluster.inquiry import HEAD
 from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.membership import NodeDoc, WorkerState, job_prefix, node_of
 from elaunch.rendezvous.rules.founding import Standing
+from tests.faults.test_secured import Listening
 from tests.faults.test_store import etcd_of
 from tests.helpers import Spawner, soak, wait_until
 from tests.jobs.watch import SCRIPT, Node, elaunch, kill_node, losses, wait_for, wait_for_members, wait_for_step
@@ -182,6 +184,22 @@ def test_a_stranger_who_answers_in_the_place_of_a_lost_agent_is_not_believed(
         told = f"what answers at {seat}, the address of node a's agent, does not prove that it is of this job"
         assert any(told in node.agent.text() for node in running.others("a"))
         running.end("a")
+
+
+@pytest.mark.parametrize("encryption", ["auto", soak("off")])
+def test_what_agents_ask_each_other_is_encrypted_as_links_are(spawn: Spawner, tmp_path: Path, encryption: str) -> None:
+    with job(spawn, tmp_path, "abc", f"--link-encryption={encryption}") as (running, made):
+        listening = Listening(made, "b")
+        try:
+            kill_node(running.nodes["a"])
+            running.go_on("a")
+            heard = listening.take()
+        finally:
+            listening.close()
+        running.end("a")
+    assert len(heard) > 10_000
+    for word in (HEAD, b'"Standing"'):
+        assert (word in heard) == (encryption == "off")
 
 
 @pytest.mark.parametrize("lost", ["a", "c"])

@@ -60,7 +60,9 @@ class Place:
         self.founder = Founder(session, replica, mail, settings, "b", LEASE_S, reporter, clock)
         monkeypatch.setattr("elaunch.rendezvous.node.founder.has_say", lambda told, generation: True)
         monkeypatch.setattr(Rounds, "ask", self._ask)
-        monkeypatch.setattr("elaunch.rendezvous.node.founder.ask", lambda seats, token, servers=(): self.answers)
+        monkeypatch.setattr(
+            "elaunch.rendezvous.node.founder.ask", lambda seats, token, servers=(), tls=None: self.answers
+        )
 
     def _ask(self, seats: object, token: object, servers: object) -> Answers:
         self.heard.append(self.founder.standing)

@@ -207,7 +207,7 @@ def test_a_worker_that_does_not_encrypt_is_told_and_gets_no_link() -> None:
         try:
             with pytest.raises(LinkLost, match="this worker wants encrypted links: --link-encryption"):
                 plain.connect(addresses([a, plain]), generation=1, timeout_s=PATIENCE_S)
-            with pytest.raises(LinkLost, match="it does not encrypt this link: --link-encryption"):
+            with pytest.raises(LinkLost, match="it does not encrypt: --link-encryption"):
                 a.connect({plain.worker: plain.address, a.worker: a.address}, generation=1, timeout_s=PATIENCE_S)
         finally:
             plain.close()

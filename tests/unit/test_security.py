@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 from elaunch.errors import UsageError
 from elaunch.rendezvous.conf import parse_conf
 from elaunch.rendezvous.security.authority import STORE_NAME, Authority, Pem, check_own, derive_number
-from elaunch.rendezvous.security.contexts import Contexts, make_context
+from elaunch.rendezvous.security.contexts import Contexts, explain, make_context
 from elaunch.rendezvous.security.identity import RENEW_S, NodeIdentity, guest, warn_of_open_store
 from elaunch.rendezvous.security.secret import NodeFiles, SecuritySettings, digest, read_security
-from elaunch.workers.comm.secure.security import explain
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 OTHER = b"another secret of sufficient length"

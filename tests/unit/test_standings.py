@@ -40,6 +40,7 @@ from elaunch.rendezvous.cluster.standings import (
 )
 from elaunch.rendezvous.codec import to_json
 from elaunch.rendezvous.rules.founding import Standing
+from elaunch.rendezvous.security.contexts import AgentContexts
 from tests.helpers import find_free_port, wait_until
 from tests.hostile import KINDS, PIECES, mutated
 
@@ -52,14 +53,19 @@ PATIENCE_S = 20.0
 class AgentPort:
     """The liveness port of an agent `b` of this job, in a thread that turns its loop."""
 
-    def __init__(self, token: str = TOKEN, host: str = "127.0.0.1") -> None:
+    def __init__(self, token: str = TOKEN, host: str = "127.0.0.1", contexts: AgentContexts | None = None) -> None:
         self.said: list[str] = []
         self.standing, self.token = B, token
         self._selector = selectors.DefaultSelector()
         listening = socket.create_server((host, 0), backlog=1024)
         self.address = f"127.0.0.1:{listening.getsockname()[1]}"
         self.port = LivenessPort(
-            self._selector, listening, self.address, lambda: (self.standing, self.token), self.said.append
+            self._selector,
+            listening,
+            self.address,
+            lambda: (self.standing, self.token),
+            self.said.append,
+            lambda: contexts.get(self.address, True) if contexts is not None else None,
         )
         self._ends = False
         self._thread = threading.Thread(target=self._turn, daemon=True)
@@ -194,7 +200,7 @@ def test_those_that_did_not_answer_hold_up_the_next_rounds_less(silent: str, mon
         waited[names[address]].append(within_s)
         return False
 
-    def look_at_seat(node: str, address: str, token: str, within_s: float) -> object:
+    def look_at_seat(node: str, address: str, token: str, within_s: float, tls: object) -> object:
         look(address, within_s)
         return B if node == "b" else NoAnswer.SILENT
 
@@ -220,7 +226,7 @@ def test_those_that_did_not_answer_hold_up_the_next_rounds_less(silent: str, mon
 def test_who_has_been_silent_for_long_has_not_only_paused(monkeypatch: pytest.MonkeyPatch) -> None:
     answering = {"b"}
 
-    def look(node: str, address: str, token: str, within_s: float) -> object:
+    def look(node: str, address: str, token: str, within_s: float, tls: object) -> object:
         return replace(B, node=node) if node in answering else NoAnswer.SILENT
 
     monkeypatch.setattr(standings, "_ask", look)

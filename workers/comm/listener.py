@@ -26,11 +26,12 @@ from elaunch import threads
 from elaunch.accepting import Accepting, most_strangers
 from elaunch.errors import GenerationChanged, ProtocolError
 from elaunch.rendezvous.membership import split_address
+from elaunch.rendezvous.security.contexts import explain
 from elaunch.workers import fatal
 from elaunch.workers.comm import wire
 from elaunch.workers.comm.here import connect_here, listen_here
 from elaunch.workers.comm.link import Floors
-from elaunch.workers.comm.secure.security import FIRST_BYTE, LinkSecurity, explain, secured_within
+from elaunch.workers.comm.secure.security import FIRST_BYTE, LinkSecurity, secured_within
 from elaunch.workers.comm.secure.sockets import SecureSocket
 
 ANSWER_TIMEOUT_S = 10.0

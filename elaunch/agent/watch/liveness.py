@@ -1,7 +1,8 @@
 """The port that is there as long as an agent lives, and at which it tells others of the job how it stands.
 
-Others see by it that the agent has ended: its machine then refuses connections. Whoever proves to know the job's token
-gets one answer (`rendezvous.cluster.inquiry`); strangers get none, and are limited in time, size and number.
+Others see by it that the agent has ended: its machine then refuses connections. Whoever proves to know the job's token,
+from another machine also by a certificate, gets one answer (`rendezvous.cluster.inquiry`); strangers get none, and are
+limited in time, size and number.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import resource
 import selectors
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +20,7 @@ from elaunch.accepting import Accepting, most_strangers
 from elaunch.errors import ProtocolError
 from elaunch.rendezvous.cluster.inquiry import QUESTION_BYTES, answer_line, read_question
 from elaunch.rendezvous.rules.founding import Standing
+from elaunch.rendezvous.security.contexts import explain
 
 ASK_S = 2.0
 """How long somebody may take to ask, and to take the answer."""
@@ -32,6 +35,7 @@ class LivenessPort:
         address: at which others ask this agent.
         tell: returns how this node stands and the job's token, which is empty before this node has joined.
         say: tells the user.
+        tls: returns the context of connections; None: they are plain. Raises `OSError` where there is no certificate.
     """
 
     def __init__(
@@ -41,12 +45,14 @@ class LivenessPort:
         address: str,
         tell: Callable[[], tuple[Standing, str]],
         say: Callable[[str], None],
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
         self._selector = selector
         self._accepting = Accepting(selector, listening, self, say)
         self._address = address
         self._tell = tell
         self._say = say
+        self._tls = tls
         self._complained = False
         self._most = most_strangers(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self._askers: dict[Asker, None] = {}  # the oldest first
@@ -69,6 +75,12 @@ class LivenessPort:
         if link is None:
             return
         link.setblocking(False)
+        try:
+            if (context := self._tls()) is not None:
+                link = context.wrap_socket(link, server_side=True, do_handshake_on_connect=False)
+        except OSError:  # it has gone already, or this node has not joined: who asks takes it for silent
+            link.close()
+            return
         if len(self._askers) >= self._most:
             self.drop(next(iter(self._askers)))
         asker = Asker(self, link, time.monotonic() + ASK_S)
@@ -84,13 +96,13 @@ class LivenessPort:
         try:
             challenge = read_question(question, token, self._address)
         except ProtocolError as error:
-            self._complain(link, error)
+            self.complain(link, str(error))
             return b""
         return answer_line(token, self._address, challenge, standing)
 
-    def await_room(self, asker: Asker, link: socket.socket) -> None:
-        """Has an asker served when more of the answer can be sent."""
-        self._selector.modify(link, selectors.EVENT_WRITE, asker)
+    def await_socket(self, asker: Asker, event: int) -> None:
+        """Has an asker served when its socket can be read from, or written to."""
+        self._selector.modify(asker.link, event, asker)
 
     def drop(self, asker: Asker) -> None:
         """Hangs up."""
@@ -105,7 +117,7 @@ class LivenessPort:
             self.drop(asker)
         self._accepting.close()
 
-    def _complain(self, link: socket.socket, why: ProtocolError) -> None:
+    def complain(self, link: socket.socket, why: str) -> None:
         """Tells the user of the first stranger."""
         if not self._complained:
             self._complained = True
@@ -130,29 +142,37 @@ class Asker:
         self._port = port
         self.link = link
         self.deadline_s = deadline_s
+        self._is_securing = isinstance(link, ssl.SSLSocket)
         self._question = b""
         self._answer = b""
 
     def serve(self) -> None:
         """Takes what has come of the question, or sends what the socket takes of the answer."""
         try:
-            if not self._answer and not self._take():
-                return
-            self._answer = self._answer[self.link.send(self._answer) :] if self._answer else b""
-        except BlockingIOError:
+            if self._is_securing and isinstance(self.link, ssl.SSLSocket):
+                self.link.do_handshake()
+                self._is_securing = False
+            if not self._answer:
+                self._take()
+            while self._answer:
+                self._answer = self._answer[self.link.send(self._answer) :]
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as wants:
+            writes = isinstance(wants, ssl.SSLWantWriteError) or bool(self._answer)
+            self._port.await_socket(self, selectors.EVENT_WRITE if writes else selectors.EVENT_READ)
             return
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+            pass
+        except ssl.SSLError as error:
+            self._port.complain(self.link, explain(error))
         except OSError:
-            self._answer = b""  # who only wanted to see that this agent lives has gone already
-        if self._answer:
-            self._port.await_room(self, self.link)
-        else:
-            self._port.drop(self)
+            pass  # who only wanted to see that this agent lives has gone already
+        self._port.drop(self)
 
-    def _take(self) -> bool:
-        """Takes more of the question; returns whether all of it is there, or no more will come."""
-        part = self.link.recv(QUESTION_BYTES - len(self._question))
-        self._question += part
-        if part and len(self._question) < QUESTION_BYTES:
-            return False
-        self._answer = self._port.answer(self._question, self.link) if part else b""
-        return True
+    def _take(self) -> None:
+        """Takes all of the question, as far as it has come."""
+        while len(self._question) < QUESTION_BYTES:
+            part = self.link.recv(QUESTION_BYTES - len(self._question))
+            if not part:
+                return
+            self._question += part
+        self._answer = self._port.answer(self._question, self.link)

@@ -7,7 +7,7 @@ import ssl
 import time
 
 from elaunch.errors import ProtocolError
-from elaunch.rendezvous.security.contexts import Contexts
+from elaunch.rendezvous.security.contexts import Contexts, explain
 from elaunch.workers.comm.secure.sockets import SecureSocket
 
 FIRST_BYTE = b"\x16"
@@ -73,18 +73,6 @@ def secured_within(security: LinkSecurity | None, sock: socket.socket, deadline_
 def security_of(folder: str, always: bool) -> LinkSecurity | None:
     """Returns what an agent's welcome says of it; None: links are not encrypted."""
     return LinkSecurity(folder, always) if folder else None
-
-
-def explain(error: ssl.SSLError) -> str:
-    """Returns what a handshake's failure means to people."""
-    text = str(getattr(error, "verify_message", "") or error.reason or error)
-    if "not yet valid" in text or "expired" in text.lower():
-        return f"its certificate is refused ({text}): compare the clocks of both machines"
-    if isinstance(error, ssl.SSLCertVerificationError) or "CERTIFICATE" in text or "UNKNOWN_CA" in text:
-        return f"its certificate is not of this job ({text}): do all nodes have the same secret?"
-    if "WRONG_VERSION_NUMBER" in text or "HTTP_REQUEST" in text:
-        return "it does not encrypt this link: --link-encryption must be the same on all nodes"
-    return f"TLS failed: {text}"
 
 
 def _is_here(sock: socket.socket) -> bool:
