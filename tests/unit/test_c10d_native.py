@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -366,3 +367,33 @@ def test_a_cuda_graph_is_recorded_while_another_thread_looks_at_the_device(monke
     assert found == [True, True]
     graph.replay()
     assert y.sum().item() == 16
+
+
+class Over(dist.Work):
+    """An operation that has ended; to wait for it is what a test may not do."""
+
+    def __init__(self, is_right: bool) -> None:
+        super().__init__()
+        self._is_right, self.waits = is_right, 0
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return self._is_right
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.waits += 1
+        raise RuntimeError("it has failed")
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_what_has_ended_well_is_not_waited_for(is_right: bool) -> None:
+    """Before each commit that is most of a step's operations; what has failed is still told."""
+    over, errors, ended = Over(is_right), list[Exception](), list[NativeWork]()
+    work = NativeWork(over, ["b"], 1, lambda: None, errors.append, ended.append, None, torch.device("cpu"))
+    for _ in range(2):
+        assert work.wait()
+    assert ended == [work]
+    assert [str(error) for error in errors] == ([] if is_right else ["it has failed"])
+    assert (over.waits == 0) is is_right

@@ -188,7 +188,7 @@ class NativeWork(dist.Work):
             StepInterrupted: the group has failed.
             RuntimeError: the time has passed.
         """
-        if self._waited:
+        if self._waited or self._is_there():
             return True
         with heartbeat.waiting(self._peers, self._generation):
             try:
@@ -210,6 +210,13 @@ class NativeWork(dist.Work):
         if not self._waited:
             ended.drop([self._work], self._is_on_host)
             self._ends()
+
+    def _is_there(self) -> bool:
+        """Returns whether it is over and nobody has to wait, as before a commit for most of a step's operations."""
+        if not (self._is_on_host and self._work.is_completed() and self._work.is_success()):
+            return False
+        self._ends()
+        return True
 
     def _await(self, timeout: timedelta | None) -> None:
         if timeout:
