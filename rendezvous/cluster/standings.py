@@ -187,6 +187,8 @@ def _secured(link: socket.socket, context: ssl.SSLContext | None) -> socket.sock
     """
     if context is None:
         return link
+    # The question follows the last message of the handshake: else it would wait for a delayed acknowledgement.
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     try:
         return context.wrap_socket(link)
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
