@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
-from tests.soak.growth import ALLOWED, LOOKS, MB, Look, grown
+from tests.soak.growth import ALLOWED, LOOKS, MB, Growth, Look, grown
 from tests.soak.report import Tried, summary
 from tests.soak.run import Findings, Met
 from tests.soak.schedule import HOSTS, KINDS, SETTINGS, STORES, Fault, Round, ends, make_round, possible, sparing
@@ -73,6 +74,33 @@ def test_a_fault_that_would_end_the_spared_worker_comes_beside_it(
 def test_a_job_that_can_meet_none_of_what_is_asked_for_is_refused() -> None:
     with pytest.raises(ValueError, match="a job of 'attach' meets none of disk full"):
         make_round(0, 0, 5, ["attach"], ["disk full"])
+
+
+def test_native_groups_of_another_plan_are_no_growth_where_new_workers_have_them_too() -> None:
+    """Seen: a plan of two stages, whose groups have six threads more; what is kept of each fault is still found."""
+    looks = [Look(SMALL.memory, 35, 12)] * 9 + [Look(SMALL.memory, 41, 18)] * 3
+    new = [Look(SMALL.memory, 39, 16)] * 2
+    assert "threads 12 -> 18" in grown("worker a", looks, ALLOWED["worker"])
+    assert grown("worker a", looks, ALLOWED["worker"], new) == ""
+    kept = [Look(SMALL.memory, 35 + number, 12 + number) for number in range(20)]
+    assert "threads" in grown("worker a", kept, ALLOWED["worker"], new)
+    memory = [Look(SMALL.memory + 10 * number * MB, 35, 12) for number in range(20)]
+    assert "memory" in grown("worker a", memory, ALLOWED["worker"], [Look(4 * SMALL.memory, 35, 12)])
+
+
+def test_only_workers_that_came_late_show_what_a_plan_needs() -> None:
+    growth = Growth()
+
+    def looked(name: str, from_: int, threads: Callable[[int], int]) -> None:
+        growth._looks[("worker", name, 1)] = [
+            (float(at), Look(SMALL.memory, 20, threads(at)), Counter()) for at in range(from_, 20)
+        ]
+
+    looked("old", 0, lambda at: 5 + at)
+    looked("as old", 0, lambda at: 5 + at)
+    assert len(growth.found()) == 2
+    looked("new", 17, lambda at: 20)
+    assert growth.found() == []
 
 
 def test_what_stays_within_its_bounds_has_not_grown() -> None:
