@@ -144,7 +144,7 @@ def test_layers_that_cannot_be_cut_so_are_named_at_the_start(spawn: Spawner, tmp
 
 
 def test_a_slow_worker_gets_less_to_do_and_the_others_more(spawn: Spawner, tmp_path: Path) -> None:
-    script = (SCRIPT, "--dp=2", "--pp=2", "--steps", "100000", "--row-seconds", "0.002", "--slow", "1:12:3")
+    script = (SCRIPT, "--dp=2", "--pp=2", "--steps", "100000", "--row-seconds", "0.008", "--slow", "1:12:3")
     node = elaunch(spawn, tmp_path, *FOUR, script=script)
     decision = wait_for(node, partial(rebalanced, node), 150, "a plan for the slow worker")
     plan = Plan.parse(decision["plan"])

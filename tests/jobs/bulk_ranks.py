@@ -77,6 +77,19 @@ class Member:
         self.meet(f"{name} is open", of)
         return bulk
 
+    def group(self) -> Any:
+        """Returns what stands in for the group of all ranks: links that are well, and carry nothing."""
+        names = tuple(f"m{rank}" for rank in range(self.size))
+        return SimpleNamespace(
+            size=self.size,
+            rank=self.rank,
+            members=names,
+            others=[name for name in names if name != names[self.rank]],
+            generation=1,
+            number=0,
+            transport=SimpleNamespace(worker=names[self.rank], check=lambda peers: None),
+        )
+
     def filled(self, value: float) -> torch.Tensor:
         """Returns a tensor on the device."""
         return torch.full((1 << 16,), value, device=self.device)
@@ -182,9 +195,7 @@ def eager(me: Member) -> None:
 
 def ordered(me: Member) -> None:
     """Sums in a fixed order have the bits of that order; one that lacks summands is freed, and does not count."""
-    bulk, names = me.opened("ordered"), tuple(f"m{rank}" for rank in range(me.size))
-    transport = SimpleNamespace(worker=names[me.rank], check=lambda peers: None)
-    group: Any = SimpleNamespace(size=me.size, rank=me.rank, members=names, generation=1, transport=transport)
+    bulk, group = me.opened("ordered"), me.group()
     failed: list[int] = []
     reducer, random = Reducer(failed.append, in_order=True), torch.Generator().manual_seed(0)
     reducer.begin(group, 0.3, bulk)
@@ -223,9 +234,7 @@ def ordered(me: Member) -> None:
 
 def batch(me: Member) -> None:
     """All send large tensors first and then receive, in one batch of torch.distributed: none waits for ever."""
-    bulk, names = me.opened("batch"), tuple(f"m{rank}" for rank in range(me.size))
-    transport = SimpleNamespace(worker=names[me.rank], check=lambda peers: None)
-    group: Any = SimpleNamespace(size=me.size, rank=me.rank, members=names, generation=1, number=0, transport=transport)
+    bulk, group = me.opened("batch"), me.group()
     works = NativeWorks(lambda: bulk, me.device.type)
     pg = ElasticProcessGroup(lambda: group, None, works)
     pg.register()
