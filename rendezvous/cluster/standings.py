@@ -14,7 +14,7 @@ from elaunch.errors import ProtocolError
 from elaunch.rendezvous.cluster.inquiry import ANSWER_BYTES, is_cut_off, new_challenge, question_line, read_answer
 from elaunch.rendezvous.membership import split_address
 from elaunch.rendezvous.rules.founding import Standing
-from elaunch.rendezvous.security.contexts import explain
+from elaunch.rendezvous.security.contexts import explain, secure
 
 ANSWER_S = 0.3
 """How long a machine may take to accept a connection, and its agent to answer."""
@@ -187,14 +187,15 @@ def _secured(link: socket.socket, context: ssl.SSLContext | None) -> socket.sock
     """
     if context is None:
         return link
-    # The question follows the last message of the handshake: else it would wait for a delayed acknowledgement.
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    secured = secure(link, context, is_server=False)
     try:
-        return context.wrap_socket(link)
-    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+        secured.do_handshake()
+    except BaseException as error:
+        secured.close()
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+            raise ProtocolError(explain(error)) from error
         raise
-    except ssl.SSLError as error:
-        raise ProtocolError(explain(error)) from error
+    return secured
 
 
 def listens(address: str, within_s: float = ANSWER_S) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import ssl
 
 from elaunch.rendezvous.membership import split_address
@@ -86,6 +87,13 @@ class AgentContexts:
         if self._identity.pem is None:
             raise OSError("this node has no certificate")
         return self._contexts.get(is_server)
+
+
+def secure(sock: socket.socket, context: ssl.SSLContext, is_server: bool) -> ssl.SSLSocket:
+    """Takes over a connected socket; `do_handshake` comes next. Raises `OSError` where it is not connected any more."""
+    # What is said first follows the last message of the handshake: else it would wait for a delayed acknowledgement.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return context.wrap_socket(sock, is_server, do_handshake_on_connect=False)
 
 
 def explain(error: ssl.SSLError) -> str:

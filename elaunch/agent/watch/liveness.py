@@ -20,7 +20,7 @@ from elaunch.accepting import Accepting, most_strangers
 from elaunch.errors import ProtocolError
 from elaunch.rendezvous.cluster.inquiry import QUESTION_BYTES, answer_line, read_question
 from elaunch.rendezvous.rules.founding import Standing
-from elaunch.rendezvous.security.contexts import explain
+from elaunch.rendezvous.security.contexts import explain, secure
 
 ASK_S = 2.0
 """How long somebody may take to ask, and to take the answer."""
@@ -77,7 +77,7 @@ class LivenessPort:
         link.setblocking(False)
         try:
             if (context := self._tls()) is not None:
-                link = context.wrap_socket(link, server_side=True, do_handshake_on_connect=False)
+                link = secure(link, context, is_server=True)
         except OSError:  # it has gone already, or this node has not joined: who asks takes it for silent
             link.close()
             return
@@ -142,16 +142,14 @@ class Asker:
         self._port = port
         self.link = link
         self.deadline_s = deadline_s
-        self._is_securing = isinstance(link, ssl.SSLSocket)
         self._question = b""
         self._answer = b""
 
     def serve(self) -> None:
         """Takes what has come of the question, or sends what the socket takes of the answer."""
         try:
-            if self._is_securing and isinstance(self.link, ssl.SSLSocket):
-                self.link.do_handshake()
-                self._is_securing = False
+            if isinstance(self.link, ssl.SSLSocket):
+                self.link.do_handshake()  # once it is over that does nothing
             if not self._answer:
                 self._take()
             while self._answer:

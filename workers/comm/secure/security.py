@@ -7,7 +7,7 @@ import ssl
 import time
 
 from elaunch.errors import ProtocolError
-from elaunch.rendezvous.security.contexts import Contexts, explain
+from elaunch.rendezvous.security.contexts import Contexts, explain, secure
 from elaunch.workers.comm.secure.sockets import SecureSocket
 
 FIRST_BYTE = b"\x16"
@@ -40,10 +40,8 @@ class LinkSecurity:
             context = self._contexts.get(is_server)
         except OSError as error:
             raise ProtocolError(f"this worker's certificate cannot be read: {error}") from error
-        # The first line follows the last message of the handshake: else it would wait for a delayed acknowledgement.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         context.sslsocket_class = SecureSocket
-        wrapped = context.wrap_socket(sock, is_server, do_handshake_on_connect=False)
+        wrapped = secure(sock, context, is_server)
         assert isinstance(wrapped, SecureSocket)
         return wrapped
 
