@@ -11,7 +11,8 @@ step from STEP on in which the whole crew is there and sums natively, at
     enter     before it speaks at the commit barrier
     half      when it has spoken to one of the others there
 
-or, when one of the crew is missing,
+or when those before it have been replaced, if that is later, which all wait for then. Or, when one of the crew is
+missing,
 
     open      as it begins to open the native group of the others, in which they wait for it
 
@@ -58,11 +59,13 @@ SLOW_S = {"cpu": 0.05, "cuda": 0.2}
 
 
 class NativeFaults(train.Faults):
-    """Hurts this worker once, when the whole crew sums natively."""
+    """Hurts this worker once, when the whole crew sums natively, and those that are to be hurt before it have been."""
 
     def __init__(self, job: elaunch.Job, faults: list[str], crew: int) -> None:
         self.crew = crew
         asked = dict(fault.rsplit(":", 1) for fault in faults)
+        parts = [fault.split(":") for fault in asked]
+        self._order = [(slot, int(step)) for slot, step, moment in parts if moment != "open"]
         super().__init__(job, list(asked))
         slot = os.environ.get("LOCAL_RANK", "0")
         (kind,) = {kind for fault, kind in asked.items() if fault.startswith(f"{slot}:")} or {"kill"}
@@ -74,7 +77,24 @@ class NativeFaults(train.Faults):
 
     def due(self, phase: str) -> bool:
         step = self.steps.get(phase)
-        return step is not None and self.job.step >= step and is_whole(self.job, self.crew)
+        if step is None or self.job.step < step or not is_whole(self.job, self.crew):
+            return False
+        return self._next() == (os.environ.get("LOCAL_RANK", "0"), step)
+
+    def await_crew(self) -> None:
+        """Waits, once a fault is due, for who is missing and for the group of all."""
+        fault = self._next()
+        if fault is None or self.job.step < fault[1]:
+            return
+        if self.job.size < self.crew:
+            train.await_missing(self.job, self.job.step)
+        elif self.job._member.native.current is None:
+            train.await_native(self.job)
+
+    def _next(self) -> tuple[str, int] | None:
+        members = self.job._member.group.members
+        left = (fault for fault in self._order if any(member.endswith(f"/{fault[0]}#0") for member in members))
+        return next(left, None)
 
     def _open(self, original: Callable[..., Any], bulk: Bulk, store: Any, rank: int, size: int, **more: Any) -> None:
         step = self.steps.get("open")
@@ -239,6 +259,7 @@ def main() -> None:
     steps = job.steps(train.Samples(torch.float64), global_batch_size=16, micro_batch_size=2, seed=7, steps=args.steps)
     for step in steps:
         for inputs, targets in step:
+            faults.await_crew()
             if not is_whole(job, args.crew) and args.crew > 1:
                 time.sleep(SLOW_S[job.device.type])
             if args.ends_whole and job.size < args.crew:

@@ -17,6 +17,7 @@ import pytest
 
 from elaunch.rendezvous.membership import Generation, GenerationStage, JobConfig, NodeDoc, NodeWorker, WorkerState
 from elaunch.rendezvous.memory import MemoryStore
+from elaunch.rendezvous.node.replica import Replica
 from elaunch.rendezvous.participant import Participant
 from elaunch.rendezvous.store import Prefixes, WatchEvent
 from elaunch.rendezvous.view import MembershipSettings
@@ -148,6 +149,8 @@ class Job:
         self.all_hear(lambda one: one.stage is GenerationStage.TRAIN)
         for node in self.nodes:
             node.says(WorkerState.MEMBER)
+        replicas = [node.participant._replica for node in self.nodes]
+        wait_until(lambda: all(_has_begun(one) for one in replicas), LIMIT_S, "all nodes to hear that it has begun")
         self.settle()
         self.sizes = {len(one.generations[-1].workers) for one in self.nodes}
         self.joining = [(Counter(one.store.requests), Counter(one.store.told)) for one in self.nodes[1:]]
@@ -202,6 +205,10 @@ class Job:
             node.participant._mail.stop()
         for node in self.nodes:
             node.participant.stop()
+
+
+def _has_begun(replica: Replica) -> bool:
+    return replica.view.generation is not None and replica.view.generation.begun
 
 
 @pytest.fixture

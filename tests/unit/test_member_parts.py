@@ -245,8 +245,9 @@ def agree(
     left: str = "",
     is_planned: bool = False,
     unsettled: tuple[str, ...] = (),
+    committing: tuple[int, ...] = (),
 ) -> None:
-    """The members of the next generation agree that so many steps have committed.
+    """The members of the next generation agree that so many steps have committed, on some of them only now.
 
     They leave a generation with this first member; a newcomer among them knows of no step.
     """
@@ -256,7 +257,7 @@ def agree(
     places: dict[bool, list[int]] = {True: [], False: []}
     for place, one in enumerate(reports):
         places[one.last is not None].append(place)
-    found = Verdict(steps, (), tuple(places[True]), tuple(places[False]), facts=facts, unsettled=unsettled)
+    found = Verdict(steps, committing, tuple(places[True]), tuple(places[False]), facts=facts, unsettled=unsettled)
     for one in reports:
         one.inherit(found)
         one.agree(found, generation)
@@ -427,6 +428,17 @@ def test_at_the_end_another_node_reports_what_the_first_agent_does_not_say_to_ha
     assert [client.waited > 0 for client in clients] == [True, False, False]
     assert clients[1].steps() == told
     assert clients[2].steps() == []
+
+
+def test_whoever_has_reported_the_last_step_waits_at_the_end_for_its_agent_to_have_written_it() -> None:
+    clients, reports = reports_of(8)
+    for rank in (1, 2):  # they have passed the barrier of the last step, which the first member has not
+        reports[rank].tell(Team(rank, APART), 2, 8, 0.25, range(10))  # type: ignore[arg-type]
+    agree(reports, 9, APART, left=APART[0], committing=(0,))
+    assert clients[1].steps()[-1] == (8, True)
+    for rank, one in enumerate(reports):
+        one.settle(Team(rank, APART, ((9).to_bytes(8, "big"),)))  # type: ignore[arg-type]
+    assert [client.waited > 0 for client in clients] == [False, True, False]
 
 
 def test_shares_tile_a_step_and_their_digests_add_up() -> None:

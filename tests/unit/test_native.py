@@ -427,6 +427,23 @@ def test_a_generation_that_ends_while_its_group_opens_has_none() -> None:
     assert using(groups) is None
 
 
+def test_an_opening_is_given_up_in_silence_once_no_step_comes(capsys: pytest.CaptureFixture[str]) -> None:
+    opens, used = Device(), Device()
+    groups = entered([opens])
+    groups.give_up()
+    groups.close()
+    assert not opens.opened
+    assert opens.closed
+    groups = entered([used])
+    used.opens.set()
+    wait_until(lambda: groups.passed((groups.ready(), 1)), 20, "the group to be used")
+    groups.give_up()
+    assert using(groups) is used
+    assert not used.poisoned
+    groups.close()
+    assert capsys.readouterr().err == ""
+
+
 def test_who_leaves_waits_for_what_is_being_opened() -> None:
     class Slow(Device):
         def open(self, store: dist.Store, rank: int, size: int, messages: bool = False) -> None:
