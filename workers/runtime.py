@@ -411,6 +411,7 @@ class Member(Planned):
                     self.checkpoints.last(self.group, steps, self._durable)
                 if self._complete is not None:
                     self._complete()
+                self.native.give_up()
                 self._reports.end(self.group)
                 self._finished = True
                 self._client.send(Finished())

@@ -44,7 +44,7 @@ AGREED = "elaunch.agreed"
 """Likewise: number of the generation of the last agreement that the voter has come to; 0: it has come to none."""
 
 END_S = 10.0
-"""How long the first member waits for its agent to have written the last step, at the end and before it leaves.
+"""How long whoever has reported the last step waits for its agent to have written it, at the end and before it leaves.
 
 More than a line waits there that another node's log may have.
 """
@@ -291,11 +291,14 @@ class StepReports:
     def settle(self, group: Group) -> None:
         """Waits for all members, who then know whether the log has the last step, unless an agent takes over END_S.
 
+        It is the member that has reported the step which its agent tells of it.
+
         Raises:
             StepInterrupted: not all have come.
         """
-        if group.rank == 0 and self.last is not None:
-            self._client.wait_logged(self.last["generation"], self.last["step"], END_S)
+        last = self.last
+        if last is not None and self.told is not None and tuple(self.told) == (last["step"], self._client.worker):
+            self._client.wait_logged(last["generation"], last["step"], END_S)
         for _ in range(2):  # a step that another agent has may come before those of the first member's
             self.hear(_COUNT.unpack(group.reduce_bytes(_COUNT.pack(self.heard()), max))[0])
 

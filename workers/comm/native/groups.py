@@ -355,6 +355,11 @@ class NativeGroups:
         for bulk in bulks:
             bulk.poison()
 
+    def give_up(self) -> None:
+        """Ends an opening: no step of this generation comes that would use the groups."""
+        if self._newest is not None and not self._newest.in_use:
+            self.poison(self._newest.generation + 1)
+
     def pause(self) -> None:
         """Leaves the groups of the generation that is over: nothing is issued in them any more."""
         newest = self._newest
