@@ -110,7 +110,8 @@ def hurt(
 ) -> Node:
     """Runs tests/jobs/native.py to its end by a crew, and sees that it has trained as one worker alone does."""
     script: tuple[str | Path, ...] = (HURT, f"--steps={LAST}", f"--crew={workers}", "--ends-whole", *arguments)
-    node = elaunch(spawn, folder, *natively(workers), *flags, script=script, name="crew", device=device)
+    patient = "--hang-timeout=30"  # that a machine stands still costs nobody its place; a deadlock would
+    node = elaunch(spawn, folder, *natively(workers), patient, *flags, script=script, name="crew", device=device)
     assert node.agent.wait(150) == 0, node.agent.tail()
     found, samples, norm = undisturbed(spawn, folder, device)
     assert sorted(losses(node)) == list(range(LAST))
