@@ -52,8 +52,8 @@ def suspect(
     """Returns the member to replace: the one to which links from most others failed; "" where nobody is to go.
 
     The only holder of the state does not go. Nor does one go, where somebody else could, who is the only one of whom
-    anything was heard lately: the others may be lost with their machines. Of equals the last goes: a joiner, rather
-    than those it came to.
+    anything was heard lately: the others may be lost with their machines. Of equals one goes that is not known to hold
+    the state, such as one whose node has fallen silent; of those the last: a joiner, rather than those it came to.
 
     Args:
         streak: up to the generation to come.
@@ -69,7 +69,7 @@ def suspect(
         ends[link.peer].add(link.worker)
     may_go = [worker for worker in members if ends.get(worker) and (set(holders) or set(members)) - {worker}]
     safe = [worker for worker in may_go if worker not in holders or set(holders if heard is None else heard) - {worker}]
-    return max(reversed(safe or may_go), key=lambda worker: len(ends[worker]), default="")
+    return max(reversed(safe or may_go), key=lambda worker: (len(ends[worker]), worker not in holders), default="")
 
 
 def why_given_up(streak: Streak, saved: int | None) -> str:

@@ -130,7 +130,8 @@ class Store:
         self.check_plan(generation)
         self.announced.append(generation)
         for worker in set(generation.streak.replaced).difference(self.holders_besides):
-            assert world.may_replace(), f"{worker} is replaced, although links broke {world.n_broken} times at most"
+            known = world.may_replace() or not world.workers[worker].alive
+            assert known, f"{worker} lives and is replaced, although links broke {world.n_broken} times at most"
             others = (world.workers[one] for one in generation.ids)
             self.holders_besides[worker] = [one.id for one in others if one.alive and one.holds]
         self.generations.append(generation.number)

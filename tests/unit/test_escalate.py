@@ -91,6 +91,12 @@ class TestWhoIsReplaced:
     def test_of_equals_the_last(self) -> None:
         assert suspect(Streak(3, REPLACE_AFTER, 4, links("b/0#0 a/0#0")), MEMBERS, MEMBERS) == "b/0#0"
 
+    def test_of_equals_one_whose_node_is_silent(self) -> None:
+        """The links of its peers fail to each other, too, while they cannot reach it."""
+        members = ("a/0#0", "b/0#0", "c/0#0")
+        broken = links("b/0#0 a/0#0", "c/0#0 a/0#0", "c/0#0 b/0#0")
+        assert suspect(Streak(3, REPLACE_AFTER, 3, broken), members, members[1:], ("c/0#0",)) == "a/0#0"
+
     @pytest.mark.parametrize("resets", [0, 1, REPLACE_AFTER - 1, REPLACE_AFTER + 1])
     def test_nobody_at_other_times(self, resets: int) -> None:
         assert suspect(Streak(9, resets, 4, links("b/0#0 a/0#0")), MEMBERS, MEMBERS) == ""
