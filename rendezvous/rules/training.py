@@ -392,7 +392,7 @@ def _escalate(generation: Generation, change: _Change, nodes: tuple[NodeDoc, ...
         return change, generation.streak
     loses = bool(change.lost) or change.has_death
     streak = escalate.follow(generation, nodes, reset=not loses, doubted=change.doubted)
-    if loses:
+    if loses or change.done:  # where some have finished no step is left to commit, and their links end with them
         return change, streak
     members = [worker.id for worker in change.survivors]
     heard = [doc for doc in nodes if doc.progress.generation >= generation.aborts_step_before]

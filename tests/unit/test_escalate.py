@@ -145,6 +145,16 @@ class TestTheLeadersRule:
             "links to worker a/0#0 failed 3 times in a row, and no step has committed: it is replaced"
         )
 
+    def test_nobody_is_replaced_once_some_have_finished(self) -> None:
+        """All steps have committed, and the links to those that have finished end with them."""
+        present = generation(streak=Streak(2, 2, 4, links("b/0#0 a/0#0")))
+        first, second = self.docs()
+        done = replace(second.workers[1], state=WorkerState.DONE)
+        after = decided(present, first, replace(second, workers=(second.workers[0], done))).generation
+        assert after is not None
+        assert set(MEMBERS[:3]) <= set(after.ids)
+        assert after.streak.replaced == ()
+
     @pytest.mark.parametrize(("heard", "gone"), [(4, "b/0#1"), (5, "a/0#0")])
     def test_a_holder_that_has_not_heard_of_the_links_may_be_lost(self, heard: int, gone: str) -> None:
         failed = links("a/0#0 b/0#0", "a/0#0 b/0#1")
