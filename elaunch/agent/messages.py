@@ -256,19 +256,22 @@ def note_lost_link(life: Lifecycle, worker: str, found: Unreachable, now_s: floa
     """Has the lifecycle note what `worker` found out about a lost peer.
 
     A peer on a silent machine that is to leave counts as dead: the others go on without it in any case, and it is no
-    member of the newest generation, whose nodes find out which of them cannot be reached.
+    member of the newest generation, whose nodes find out which of them cannot be reached. A worker that is to leave is
+    none either, so no decision on its node ends the step that the others wait for it in: all make their links anew.
 
     Returns:
         Whether the other nodes are to be asked whether they can be reached.
     """
-    leaves = life.generation is not None and found.peer in life.generation.leaving
-    dead = found.refused or (found.silent and leaves)
+    leaving = life.generation.leaving if life.generation is not None else ()
+    dead = found.refused or (found.silent and found.peer in leaving)
     if not dead:
         life.on_broken(found.generation, worker, found.peer)
-    if found.silent and not dead:
-        return True
-    life.on_unreachable(found.generation, found.peer, dead, now_s)
-    return False
+    asks = found.silent and not dead
+    if asks:
+        life.workers.peers.asked_in = max(life.workers.peers.asked_in, found.generation)
+    if not asks or worker in leaving:
+        life.on_unreachable(found.generation, found.peer, dead, now_s)
+    return asks
 
 
 def _belongs_to(pid: int, worker: int) -> bool:

@@ -924,8 +924,17 @@ class TestNodesOutOfReach:
 
     def test_one_that_answers_after_all_needs_a_new_link(self) -> None:
         node = member_node()
+        note_lost_link(node.life, "a/0#0", Unreachable(2, "b/0#0", refused=False, silent=True), node.now_s)
         assert node.life.on_reach((), frozenset({"b"})) == []
         assert node.life.doc().peers.reset_generation == 2
+
+    def test_but_not_if_the_step_has_begun_again_since(self) -> None:
+        """A machine that was lost and is back answers, too: those that go on without it have new links."""
+        node = member_node()
+        note_lost_link(node.life, "a/0#0", Unreachable(2, "b/0#0", refused=False, silent=True), node.now_s)
+        node.train("a/0#0", "c/0#0", aborts_step_before=node.number + 1)
+        assert node.life.on_reach((), frozenset({"b"})) == []
+        assert node.life.doc().peers.reset_generation == 0
 
     def test_a_silent_peer_that_is_to_leave_counts_as_dead(self) -> None:
         """It is no member of the newest generation, so nobody else finds out whether it can be reached."""
@@ -939,6 +948,15 @@ class TestNodesOutOfReach:
         node = member_node()
         assert note_lost_link(node.life, "a/0#0", Unreachable(2, "b/0#0", refused=False, silent=True), node.now_s)
         assert node.life.doc().peers.broken == (BrokenLink("a/0#0", "b/0#0"),)
+        assert node.life.doc().peers.unreachable == ()
+
+    def test_a_worker_that_is_to_leave_and_finds_a_member_silent_has_the_step_begun_again(self) -> None:
+        """A decision on its node changes no member, and the others would wait for what it does not send any more."""
+        node = member_node()
+        node.train("b/0#0", leaving=("a/0#0",))
+        assert note_lost_link(node.life, "a/0#0", Unreachable(2, "b/0#0", refused=False, silent=True), node.now_s)
+        assert node.life.generation is not None
+        assert node.life.doc().peers.reset_generation == node.life.generation.number
         assert node.life.doc().peers.unreachable == ()
 
     def test_links_that_a_cut_broke_are_made_anew_when_it_is_over(self) -> None:

@@ -23,7 +23,6 @@ from elaunch.rendezvous.membership import (
     Result,
     Stalled,
     WorkerState,
-    node_of,
 )
 
 
@@ -375,9 +374,7 @@ class Lifecycle:
             well: those that can, although a worker of this node took them for silent.
         """
         peers = self.workers.peers
-        # The leader may not have heard of the cut while it lasted; the links that it broke stay broken.
-        back = {one.node for one in peers.cut} - {one.node for one in cut}
-        if self.generation is not None and (well or any(node_of(link.peer) in back for link in peers.broken)):
+        if self.generation is not None and peers.needs_links(self.generation, cut, well):
             peers.reset_generation = self.generation.number
         return peers.note_cut(cut)
 

@@ -14,6 +14,7 @@ from elaunch.rendezvous.membership import (
     Result,
     Stalled,
     names_text,
+    node_of,
 )
 
 TOGETHER_S = 1.0  # deaths on a node that come within this time have one cause
@@ -201,6 +202,7 @@ class PeerReports:
         reset_generation: the generation whose links are to be made anew.
         broken: links to live peers that failed in the present generation.
         cut: other nodes that cannot be reached.
+        asked_in: the newest generation in which a worker took a node for silent, so that the others are asked.
         stalled: the members of this node, while all of them wait for longer than they may.
         committed: the newest generation after urgent ones in which a step committed, as the first member saw it.
     """
@@ -209,6 +211,7 @@ class PeerReports:
     reset_generation: int = 0
     broken: tuple[BrokenLink, ...] = ()
     cut: tuple[Cut, ...] = ()
+    asked_in: int = 0
     stalled: tuple[Stalled, ...] = ()
     committed: int = 0
 
@@ -234,6 +237,20 @@ class PeerReports:
     def note_broken(self, worker: str, peer: str) -> None:
         """Adds the broken link between `worker`, of this node, and its live `peer`, unless it is known already."""
         self.broken = tuple(dict.fromkeys((*self.broken, BrokenLink(worker, peer))))
+
+    def needs_links(self, generation: Generation, cut: tuple[Cut, ...], well: frozenset[str]) -> bool:
+        """Returns whether links of a generation are to be made anew, as other nodes answer.
+
+        Args:
+            generation: the newest one.
+            cut: those that cannot be reached.
+            well: those that can, although a worker of this node took them for silent. It has left its step for that,
+                and waits for a generation that ends it; there may have been one since.
+        """
+        # The leader may not have heard of the cut while it lasted; the links that it broke stay broken.
+        back = {one.node for one in self.cut} - {one.node for one in cut}
+        waits = bool(well) and self.asked_in >= generation.aborts_step_before
+        return waits or any(node_of(link.peer) in back for link in self.broken)
 
     def note_cut(self, cut: tuple[Cut, ...]) -> list[Action]:
         """Replaces the nodes that cannot be reached, and says which are new and which are back."""
