@@ -223,7 +223,7 @@ def test_whoever_dies_while_summands_travel_the_others_are_freed_and_do_the_step
 def test_a_node_that_was_stopped_while_the_others_waited_natively_finds_that_it_is_out(
     etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
 ) -> None:
-    conf = "--rdzv-conf=lease_ttl=2,last_call_timeout=60,attach_timeout=90,stop_timeout=600"
+    conf = "--rdzv-conf=lease_ttl=5,last_call_timeout=60,attach_timeout=90,stop_timeout=600"
     flags = ("--nnodes=1:2", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=job", conf, "--collectives=native")
     script = (HURT, f"--steps={LAST}", "--crew=3", "--fault=1:8:issue:stop")
     a, b = (
