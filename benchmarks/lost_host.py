@@ -39,6 +39,8 @@ from elaunch.errors import StoreUnavailable
 from elaunch.rendezvous.cluster.members import ClusterMembers
 from elaunch.rendezvous.conf import RendezvousConf
 from elaunch.rendezvous.etcd import EtcdStore
+from elaunch.rendezvous.security.identity import guest
+from elaunch.rendezvous.security.secret import SecuritySettings
 from tests.netns import Network, network
 
 PORT = 29400
@@ -91,27 +93,28 @@ def job(folder: Path, loss: Loss) -> Iterator[tuple[Network, list[Node]]]:
     names = "abcd"[: loss.hosts]
     with network() as wires, ExitStack() as stack:
         spaces = [wires.add(name) for name in names]
+        job_id = str(time.monotonic_ns())
         endpoint = ",".join(f"{wires.address(name)}:{PORT}" for name in names[: loss.servers])
         flags = (
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={time.monotonic_ns()}"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={job_id}"),
             *(f"--nnodes=1:{loss.hosts}", "--rdzv-conf=last_call_timeout=60"),
         )
         nodes = [
-            stack.enter_context(Node(folder, *flags, name=name, within=("ip", "netns", "exec", space)))
-            for name, space in zip(names, spaces, strict=True)
+            stack.enter_context(Node(folder, *flags, name=host, within=("ip", "netns", "exec", space)))
+            for host, space in zip(names, spaces, strict=True)
         ]
         by = nodes[1]  # whoever is left
         by.wait(lambda: by.of("generation") != [], "a generation", LIMIT_S)
         by.wait(lambda: len(by.members()) == loss.hosts, "all to be members", LIMIT_S)
         by.wait(lambda: max(_steps(nodes), default=0) >= STEPS, f"{STEPS} steps", LIMIT_S)
         if loss.servers > 1:
-            by.wait(lambda: _servers(endpoint) == loss.servers, f"a store on {loss.servers} hosts", LIMIT_S)
+            by.wait(lambda: _servers(endpoint, job_id) == loss.servers, f"a store on {loss.servers} hosts", LIMIT_S)
         yield wires, nodes
 
 
-def _servers(endpoint: str) -> int:
-    """How many servers of the store have a vote."""
-    store = EtcdStore(endpoint, timeout_s=2.0)
+def _servers(endpoint: str, job: str) -> int:
+    """How many servers of the store of a job have a vote."""
+    store = EtcdStore(endpoint, timeout_s=2.0, pem=guest(SecuritySettings(), job, time.time()))
     try:
         return sum(one.votes for one in ClusterMembers(store).list())
     except StoreUnavailable:

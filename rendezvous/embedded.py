@@ -177,10 +177,9 @@ class EmbeddedEtcd:
         return f"{_bracketed(host)}:{self._port}"
 
     @property
-    def open_at(self) -> tuple[str, ...]:
-        """Returns the addresses at which a started server takes whoever comes; none with TLS."""
-        clients = self._client_url.removeprefix("http://")
-        return tuple(filter(None, (clients, self._peer))) if self._tls is None else ()
+    def listens_at(self) -> tuple[str, ...]:
+        """Returns the addresses at which a started server listens, for clients and for other servers."""
+        return tuple(filter(None, (self._client_url.partition("//")[2], self._peer)))
 
     @property
     def folder(self) -> str:

@@ -20,7 +20,7 @@ from elaunch.rendezvous.cluster.connection import ServerConnection, own_context,
 from elaunch.rendezvous.cluster.http2 import DIAL_S
 from elaunch.rendezvous.cluster.messages import EQUAL, MOD, message
 from elaunch.rendezvous.cluster.watch import LOGIN_ATTEMPTS, RETRY_PAUSE_S, EtcdWatch, entry_of, prefix_range
-from elaunch.rendezvous.etcd_trouble import Trouble, advice_on, classify, tls_hint
+from elaunch.rendezvous.etcd_trouble import TLS_FAILED, Trouble, advice_on, classify, tls_hint
 from elaunch.rendezvous.security.authority import Pem
 from elaunch.rendezvous.store import Entry, LeaseGone, Prefixes, WatchEvent, as_tuple
 
@@ -82,7 +82,7 @@ class EtcdStore:
         self._password = password
         self.pem = pem
         self._newest = newest
-        self._has_secret = pem is not None and pem.is_of_job
+        self._is_of_job = pem is not None and pem.is_of_job
         self._uses_tls = pem is not None or any(path is not None for path in (ca_cert, cert, key))
         context, name = None, ""
         if pem is not None:
@@ -312,9 +312,16 @@ class EtcdStore:
                 raise StoreUnavailable(self._describe(what, "the store is closed"))
             if trouble is Trouble.LEASE_GONE:
                 raise LeaseGone(self._describe(what, "the lease is gone; join again with a new one"))
-            if trouble is Trouble.REFUSED and self._newest is not None and self._newest() is not self.pem:
+            if (
+                trouble in (Trouble.REFUSED, Trouble.TLS)
+                and self._newest is not None
+                and self._newest() is not self.pem
+            ):
                 raise StoreUnavailable(self._describe(what, f"the certificate was renewed: connect again ({reason})"))
-            if trouble is Trouble.REFUSED:
+            if trouble is Trouble.TLS and self._is_of_job:  # another job may be there, and about to end
+                reasons[server.address] = f"{advice_on(reason, self._user, of_job=True)} ({reason})"
+                trouble = Trouble.UNREACHED
+            if trouble in (Trouble.REFUSED, Trouble.TLS):
                 raise self.refusal(what, reason)
             if trouble is Trouble.TOKEN:
                 logins += 1
@@ -330,8 +337,8 @@ class EtcdStore:
             self._closed.wait(min(RETRY_PAUSE_S, max(0.0, deadline_s - time.monotonic())))
         reason = reasons.get(server.address, "no connection")
         hint = "" if server.has_answered else tls_hint(reason, self._uses_tls)
-        limit_s = deadline_s - begin_s
-        raise StoreUnavailable(self._describe(what, f"{reason}; is etcd running there?{hint}", limit_s))
+        question = "" if reason.startswith(TLS_FAILED) else f"; is etcd running there?{hint}"
+        raise StoreUnavailable(self._describe(what, f"{reason}{question}", deadline_s - begin_s))
 
     def _unreached_until_s(self, begin_s: float) -> float:
         """Returns until when a call goes on that began then, as the server that it asks cannot be reached now."""
@@ -391,7 +398,7 @@ class EtcdStore:
     def refusal(self, what: str, reason: str) -> LaunchError:
         """Returns the error for a request that etcd will not carry out."""
         return LaunchError(
-            f"etcd at {self.endpoint}: {what}: {advice_on(reason, self._user, self._has_secret)} ({reason})"
+            f"etcd at {self.endpoint}: {what}: {advice_on(reason, self._user, self._is_of_job)} ({reason})"
         )
 
     def _describe(self, what: str, reason: str, limit_s: float | None = None) -> str:

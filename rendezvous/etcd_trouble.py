@@ -5,6 +5,9 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+from elaunch.errors import LaunchError
+from elaunch.rendezvous.security.secret import SECRET, USERS_FILE
+
 if TYPE_CHECKING:
     from elaunch.rendezvous.cluster.calls import RpcError
 
@@ -23,10 +26,12 @@ class Trouble(enum.Enum):
     TOKEN = "the login is missing or has ended"
     LEASE_GONE = "the lease has ended"
     REFUSED = "sending it again cannot help"
+    TLS = "whoever answers there is not of this job, or of no etcd that is known"
 
 
 _UNDONE_DETAILS = ("etcdserver: no leader", "etcdserver: not leader", "etcdserver: too many requests")
 _TOKEN_DETAILS = ("invalid auth token", "user name is empty", "revision of auth store is old")
+TLS_FAILED = "TLS failed"
 _TLS_DETAIL = "tls handshake failed"
 _WITHOUT_CONNECTION_DETAILS = (
     "connection refused",
@@ -42,7 +47,7 @@ def classify(error: RpcError) -> Trouble:
     """Returns what a failed call means; the texts are those of etcd 3.5."""
     text = error.text.lower()
     if error.is_tls:
-        return Trouble.REFUSED
+        return Trouble.TLS
     if is_about_login(text):
         return Trouble.TOKEN
     if "requested lease not found" in text:
@@ -57,29 +62,29 @@ def is_about_login(reason: str) -> bool:
     return any(part in reason.lower() for part in _TOKEN_DETAILS)
 
 
-def advice_on(reason: str, user: str | None, has_secret: bool = False) -> str:
+def advice_on(reason: str, user: str | None, of_job: bool = False) -> str:
     """Returns what is wrong with a request that etcd has refused, and what to do.
 
     Args:
         reason: the text of the error.
         user: as whom this node logs in; None: it does not.
-        has_secret: whether this node shows a certificate of its job.
+        of_job: whether this node shows a certificate of its job.
     """
     text = reason.lower()
-    if "wrong_version_number" in text and has_secret:
+    if "wrong_version_number" in text and of_job:
         return (
-            "TLS failed: what the server answers is not TLS: this side has a secret (ELAUNCH_SECRET), and the node "
-            "that hosts the store there has none"
+            f"{TLS_FAILED}: what the server answers is not TLS: it is no etcd that this job has started (one that runs "
+            "already is given with --rdzv-backend=etcd), or its node was given another --link-encryption"
         )
     if "wrong_version_number" in text:
-        return f"TLS failed: what the server answers is not TLS.{_question(uses_tls=True)}"
-    if _TLS_DETAIL in text and has_secret:
+        return f"{TLS_FAILED}: what the server answers is not TLS.{_question(uses_tls=True)}"
+    if _TLS_DETAIL in text and of_job:
         return (
-            "TLS failed: whoever answers there has another secret, or is of another job: give all nodes the same "
-            "ELAUNCH_SECRET and --rdzv-id"
+            f"{TLS_FAILED}: whoever answers there has another secret, or is of another job: give all nodes the same "
+            f"--rdzv-id and the same secret ({SECRET}, secret_file, or the file {USERS_FILE}), or none"
         )
     if _TLS_DETAIL in text:
-        return "TLS failed; check the CA, the client certificate and the host name in the server's certificate"
+        return f"{TLS_FAILED}; check the CA, the client certificate and the host name in the server's certificate"
     if "invalid user id or password" in text:
         return f"wrong user or password (user {user!r})"
     if "permission denied" in text:
@@ -104,20 +109,25 @@ def tls_hint(reason: str, uses_tls: bool) -> str:
     return "" if any(part in text for part in _WITHOUT_CONNECTION_DETAILS) else _question(uses_tls)
 
 
-def why_away(hosted: bool) -> str:
-    """Returns what it may mean that nobody answers at the endpoint; `hosted`: where a node of the job has the store."""
-    return HOST_IS_AWAY if hosted else NO_SERVER
+def with_cause(error: Exception, hosted: bool) -> str:
+    """Returns an error with what it may mean that nobody answers at the endpoint, or not in the way of this job.
+
+    Args:
+        error: of a node that is not in the job yet.
+        hosted: a node of the job has the store.
+    """
+    if TLS_FAILED in str(error):
+        return str(error)  # somebody has answered
+    return f"{error}; {HOST_IS_AWAY if hosted else NO_SERVER}"
 
 
 def gave_up(error: Exception, connect_s: float, hosted: bool) -> str:
     """Returns the last words of a node that could not reach the store within `connect_s` seconds."""
-    return (
-        f"{error}; gave up after {connect_s:g} s (--rdzv-conf connect_timeout=SECONDS gives it more time): "
-        f"{why_away(hosted)}"
-    )
+    given_up = f"gave up after {connect_s:g} s (--rdzv-conf connect_timeout=SECONDS gives it more time)"
+    return with_cause(LaunchError(f"{error}; {given_up}"), hosted)
 
 
 def _question(uses_tls: bool) -> str:
     if uses_tls:
-        return " Does it use TLS? This side does, as with ELAUNCH_SECRET."
-    return " Does it want TLS? This side does not use it; a job with ELAUNCH_SECRET does."
+        return " Does it use TLS? This side does."
+    return " Does it want TLS? This side does not use it; one that a job of several machines has started does."

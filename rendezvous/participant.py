@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 
 from elaunch.errors import ElaunchError, LaunchError, StoreUnavailable
-from elaunch.rendezvous.etcd_trouble import gave_up, why_away
+from elaunch.rendezvous.etcd_trouble import gave_up, with_cause
 from elaunch.rendezvous.intake import read_text
 from elaunch.rendezvous.membership import DrainRequest, GenerationStage, JobConfig, NodeDoc
 from elaunch.rendezvous.node.ends import WorkerEnds
@@ -322,9 +322,8 @@ class Participant:
             return
         if not self._session.joined and self._pace.is_due(self._clock()):
             left_s = self._started_s + self._connect_s - self._clock()
-            self._listener.waits(
-                f"waiting for the rendezvous, {max(0.0, left_s):.0f} s left: {error}; {why_away(self._hosted)}"
-            )
+            told = with_cause(error, self._hosted)
+            self._listener.waits(f"waiting for the rendezvous, {max(0.0, left_s):.0f} s left: {told}")
         if self._away_since_s is None and self._session.joined and not self._replica.end_told:
             self._away_since_s = self._clock()
             if not isinstance(error, StoreLeft):

@@ -14,7 +14,8 @@ from elaunch.detect.hang import HangTimeout
 from elaunch.errors import UsageError
 from elaunch.policy.collectives import Collectives
 from elaunch.policy.settings import NAMES, PROFILE, PolicyConfig
-from elaunch.rendezvous.conf import FOUND, RendezvousConf
+from elaunch.rendezvous.conf import FOUND, RendezvousConf, parse_endpoints
+from elaunch.rendezvous.security.identity import is_loopback
 from elaunch.rendezvous.security.secret import SecuritySettings
 from elaunch.replica_check import ReplicaCheck
 
@@ -92,6 +93,24 @@ class RendezvousSettings:
         """Returns whether workers need a certificate: where no other node can come, all links are of one machine."""
         links = self.security.links
         return links == "on" or (links == "auto" and self.backend != "standalone")
+
+    @property
+    def is_within(self) -> bool:
+        """Returns whether the nodes meet at loopback addresses, so that all are on this machine."""
+        if self.backend == "standalone":
+            return True
+        return all(is_loopback(host) for host, _ in parse_endpoints(self.endpoint, self.backend))
+
+    @property
+    def guards_store(self) -> bool:
+        """Returns whether an etcd that this job starts asks for certificates, alike on all nodes.
+
+        It does in a job with a secret or own certificates, and in any other one between machines, unless nothing is to
+        be encrypted.
+        """
+        links = self.security.links
+        is_asked = self.security.has_proof or links == "on"
+        return self.is_hosted and (is_asked or (links == "auto" and not self.is_within))
 
     def store_nodes(self, max_nodes: int) -> int:
         """Returns on how many nodes the store is, at most, in a job of so many nodes and its spares.

@@ -25,7 +25,7 @@ from elaunch.errors import LaunchError
 from elaunch.rendezvous.cluster.opener import StoreOpener
 from elaunch.rendezvous.conf import ETCD_PASSWORD, own_address, parse_endpoints
 from elaunch.rendezvous.embedded import EmbeddedEtcd, find_etcd, free_address
-from elaunch.rendezvous.security.identity import NodeIdentity, TlsFiles, warn_of_open_store
+from elaunch.rendezvous.security.identity import NodeIdentity, TlsFiles, warn_of_store
 from elaunch.rendezvous.security.secret import SECRET
 
 AGAIN_S = 0.2
@@ -57,7 +57,9 @@ def launch(config: AgentConfig) -> int:
     for name in (SECRET, ETCD_PASSWORD):  # they are read by now, and workers need not see them
         os.environ.pop(name, None)
     rendezvous = config.rendezvous
-    identity = NodeIdentity(rendezvous.security, config.job, config.node, rendezvous.encrypts_links)
+    identity = NodeIdentity(
+        rendezvous.security, config.job, config.node, rendezvous.encrypts_links, rendezvous.guards_store
+    )
     hosted: EmbeddedEtcd | None = None
     directory = ""
     handlers = {number: signal.signal(number, _stop_early) for number in config.stop.signals}
@@ -83,9 +85,10 @@ def launch(config: AgentConfig) -> int:
             if hosted is not None and not _serves(hosted, config.rendezvous, partial(_say, config.node)):
                 hosted.stop()
                 hosted = None
-            warning = warn_of_open_store(hosted.open_at) if hosted is not None else ""
-            if warning:
-                _say(config.node, warning)
+            if hosted is not None and not rendezvous.security.has_proof:
+                warning = warn_of_store(hosted.listens_at, rendezvous.guards_store)
+                if warning:
+                    _say(config.node, warning)
             endpoint = hosted.endpoint if hosted else config.rendezvous.endpoint
             open_store = StoreOpener(endpoint, partial(_open_store, EtcdStore, config, identity))
             folders = None
@@ -295,7 +298,7 @@ def is_free_here(name: str, port: int) -> bool:
 
 
 def _tls(rendezvous: RendezvousSettings, identity: NodeIdentity) -> TlsFiles | None:
-    return identity.files if rendezvous.security.guards_store else None
+    return identity.files if rendezvous.guards_store else None
 
 
 def _open_store(
@@ -305,8 +308,8 @@ def _open_store(
     # By then others may have found another one; an election among servers takes a second or two.
     longest_s = min(REQUEST_S, 1.5 * conf.lease_ttl) if config.founds else REQUEST_S * patience
     limit_s = min(longest_s, conf.connect_timeout)
-    if rendezvous.is_hosted and rendezvous.security.guards_store:
-        store = kind(endpoint, limit_s, patience=patience, pem=identity.pem, newest=lambda: identity.pem)
+    if rendezvous.guards_store:
+        store = kind(endpoint, limit_s, patience=patience, pem=identity.store_pem, newest=lambda: identity.store_pem)
     else:
         store = kind(endpoint, limit_s, patience=patience, **conf.etcd.arguments())
     store.first_contact_s = FIRST_CONTACT_S

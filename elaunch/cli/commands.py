@@ -8,11 +8,13 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from elaunch.cli.flags.parser import where_to_read
 from elaunch.errors import ElaunchError, UsageError
 from elaunch.rendezvous.conf import CONNECT_S, RendezvousConf
+from elaunch.rendezvous.security import users
 from elaunch.rendezvous.security.identity import guest
 from elaunch.rendezvous.security.secret import read_security
 
@@ -63,16 +65,22 @@ def open_store(endpoint: str, conf: RendezvousConf, job: str | None = None) -> E
     Args:
         endpoint: of the store.
         conf: how it is reached.
-        job: whose store it is, if it may be one that a job has started; with a job's secret it is taken for that.
+        job: whose store it is, if it may be one that a job has started. With a secret that was given for this command
+            it is taken for that, and else if it speaks TLS.
 
     Raises:
         UsageError: the secret, or a file of a certificate, cannot be used.
     """
-    from elaunch.rendezvous.etcd import EtcdStore  # loads its client: not needed to tell of a wrong command line
+    from elaunch.rendezvous.cluster.connection import parse_addresses  # not needed to tell of a wrong command line
+    from elaunch.rendezvous.cluster.plain import speaks_tls
+    from elaunch.rendezvous.etcd import EtcdStore
 
     limit_s = min(5.0, conf.connect_timeout or CONNECT_S)
+    arguments = conf.etcd.arguments()
     if job is not None and not conf.etcd.cacert:
-        pem = guest(read_security(conf.etcd.node, os.environ), job, time.time())
-        if pem is not None:
-            return EtcdStore(endpoint, timeout_s=limit_s, pem=pem)
-    return EtcdStore(endpoint, timeout_s=limit_s, **conf.etcd.arguments())
+        security = read_security(conf.etcd.node, os.environ, of_user=partial(users.find, os.environ))
+        is_given = security.has_proof and not security.is_users
+        is_asked = not is_given and not any(arguments.values())
+        if is_given or (is_asked and speaks_tls(parse_addresses(endpoint), limit_s)):
+            return EtcdStore(endpoint, timeout_s=limit_s, pem=guest(security, job, time.time()))
+    return EtcdStore(endpoint, timeout_s=limit_s, **arguments)

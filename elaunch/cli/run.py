@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from elaunch import checkpoints, replica_check
 from elaunch.agent import notices
@@ -41,6 +42,7 @@ from elaunch.errors import ElaunchError, UsageError
 from elaunch.policy import collectives
 from elaunch.policy import settings as policies
 from elaunch.ranges import parse_range
+from elaunch.rendezvous.security import users
 from elaunch.rendezvous.security.secret import read_security
 
 MAX_EXIT_CODE = 255
@@ -67,7 +69,8 @@ def parse(argv: Sequence[str] | None = None) -> AgentConfig:
     low, high = parse_range(args.nnodes, "--nnodes")
     nproc = parse_nproc(str(args.nproc_per_node))
     rendezvous = read_rendezvous(args, low, high)
-    security = read_security(rendezvous.conf.etcd.node, os.environ, args.link_encryption)
+    of_user = partial(users.find, os.environ, _say) if rendezvous.is_hosted and not rendezvous.is_within else bytes
+    security = read_security(rendezvous.conf.etcd.node, os.environ, args.link_encryption, of_user)
     rendezvous = replace(rendezvous, security=security)
     if not args.rdzv_id.isprintable() or not args.rdzv_id:
         raise UsageError(f"--rdzv-id={args.rdzv_id!r}: expected a name of printable characters")
@@ -156,6 +159,10 @@ def _logs(args: argparse.Namespace, job: str) -> LogSettings:
         prefix_template=os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"),
         color="NO_COLOR" not in os.environ,
     )
+
+
+def _say(line: str) -> None:
+    print(f"[elaunch] {line}", file=sys.stderr, flush=True)
 
 
 def _fresh_id() -> str:

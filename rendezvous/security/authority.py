@@ -27,6 +27,7 @@ LIFE_S = 8 * 24 * 3600.0
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of the curve P-256
 _FIRST = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _LAST = datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)
+_NO_SECRET = b"elaunch 1: a job without a secret"
 _NAME_CHARACTERS = 64  # at most, in a certificate
 
 
@@ -51,7 +52,8 @@ class Authority:
     node issues the others accept. P-256, because every library of TLS 1.3 has it.
 
     Args:
-        secret: of the job.
+        secret: of the job; empty: it has none, and the authority comes from its id alone. Then it keeps out whoever
+            does not know or guess the id, and nobody reads along who only listens; it stops nobody who knows the id.
         job: its id: jobs with the same secret do not accept each other.
     """
 
@@ -59,7 +61,7 @@ class Authority:
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
 
-        self._key = ec.derive_private_key(derive_number(secret, job), ec.SECP256R1())
+        self._key = ec.derive_private_key(derive_number(secret or _NO_SECRET, job), ec.SECP256R1())
         public = self._key.public_key()
         self._id = x509.SubjectKeyIdentifier.from_public_key(public)
         self._name = _name(f"elaunch job {self._id.digest.hex()[:16]}")

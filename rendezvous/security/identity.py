@@ -22,18 +22,22 @@ RENEW_S = 24 * 3600.0
 LOOK_S = 10.0
 """How often it is looked whether the user's files have changed."""
 
-AUTHORITY, NODE, STORE = "ca.pem", "node.pem", "store.pem"
-"""The authority that others must be of; this node's certificate with its key; the same for its etcd, with names."""
+AUTHORITY, NODE = "ca.pem", "node.pem"
+"""The authority that workers and agents must be of; this node's certificate of it, with its key."""
+
+STORE_AUTHORITY, STORE, STORE_NODE = "store-ca.pem", "store.pem", "store-node.pem"
+"""The authority that servers and clients of the job's etcd must be of; the certificate of this node's etcd, with its
+names and its key; the one without names that it shows other servers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files. A certificate and its key stand in one file, so that both change at once.
+    """PEM files for the etcd of a node. A certificate and its key stand in one file, so that both change at once.
 
     Attributes:
         authority: of all that may connect.
-        store: for the etcd of this node; there where that asks for certificates.
-        node: for all else.
+        store: what it shows its clients.
+        node: what it shows other servers.
     """
 
     authority: str
@@ -42,24 +46,33 @@ class TlsFiles:
 
 
 class NodeIdentity:
-    """Makes the files of a node, from the job's secret or from the user's own files, and renews them.
+    """Makes the files of a node, and renews them.
+
+    They are made from the user's own files, or from the job's secret. Where the user has given neither, those for the
+    job's etcd are made from its id, and those for links from the token that the etcd then shows.
 
     Args:
         settings: what the user has given.
         job: its id.
         node: its name.
         encrypts: whether workers need the files for their links.
+        guards_store: whether an etcd that the job starts asks for certificates.
 
     Attributes:
         encrypts: see above; false where others reach this node at a loopback address, unless the user wants it.
         folder: of the files, of mode 0700; empty: none are needed.
-        pem: what they hold for all but this node's etcd; None: they are not there yet.
+        pem: what they hold for links and for other agents; None: they are not there yet.
+        store_pem: what this node shows the job's etcd; None: nothing.
     """
 
-    def __init__(self, settings: SecuritySettings, job: str, node: str, encrypts: bool) -> None:
+    def __init__(
+        self, settings: SecuritySettings, job: str, node: str, encrypts: bool, guards_store: bool = False
+    ) -> None:
         self.encrypts = encrypts
-        self.folder = tempfile.mkdtemp(prefix="elaunch-tls-") if encrypts or settings.guards_store else ""
+        self.folder = tempfile.mkdtemp(prefix="elaunch-tls-") if encrypts or guards_store else ""
         self.pem: Pem | None = None
+        self.store_pem: Pem | None = None
+        self._guards_store = guards_store
         self._settings, self._job, self._node = settings, job, node
         self._hosts: tuple[str, ...] = ()
         self._secret = settings.secret
@@ -73,8 +86,8 @@ class NodeIdentity:
 
     @property
     def files(self) -> TlsFiles:
-        """Returns the files; they are there once there is a folder."""
-        return TlsFiles(*(os.path.join(self.folder, name) for name in (AUTHORITY, STORE, NODE)))
+        """Returns the files for this node's etcd; they are there where it asks for certificates."""
+        return TlsFiles(*(os.path.join(self.folder, name) for name in (STORE_AUTHORITY, STORE, STORE_NODE)))
 
     def make(self, now_s: float, hosts: Collection[str] = ()) -> None:
         """Writes the files, if there is something to make them of.
@@ -86,8 +99,10 @@ class NodeIdentity:
         Raises:
             UsageError: a file of the user's is of no use.
         """
-        if self.pem is None and (self._secret or self._settings.files.has_own):
+        if hosts:
             self._hosts = tuple(dict.fromkeys((STORE_NAME, "localhost", "127.0.0.1", "::1", *hosts)))
+        can_link = self.pem is None and (self._secret or self._settings.files.has_own)
+        if self.folder and (can_link or (self.store_pem is None and self._guards_store)):
             self._write(now_s)
 
     def note_host(self, host: str) -> None:
@@ -131,18 +146,24 @@ class NodeIdentity:
                 return
             pem = self._read_own(now)
             self._seen = seen
-            self._put(AUTHORITY, pem.authority)
-            self._put(NODE, pem.certificate + b"\n" + pem.key)
-            self._put(STORE, pem.certificate + b"\n" + pem.key)
-            self.pem = pem
+            for name in (AUTHORITY, STORE_AUTHORITY):
+                self._put(name, pem.authority)
+            for name in (NODE, STORE, STORE_NODE):
+                self._put(name, pem.certificate + b"\n" + pem.key)
+            self.pem = self.store_pem = pem
             return
-        authority = Authority(self._secret, self._job)
-        self._put(AUTHORITY, authority.certificate)
-        if self._settings.guards_store:
+        if self._guards_store:
+            authority = Authority(self._settings.secret, self._job)
             served = authority.issue(self._node, self._hosts, now)
+            self.store_pem = authority.issue(self._node, (), now)
+            self._put(STORE_AUTHORITY, authority.certificate)
             self._put(STORE, served.certificate + served.key)
-        self.pem = authority.issue(self._node, (), now)
-        self._put(NODE, self.pem.certificate + self.pem.key)
+            self._put(STORE_NODE, self.store_pem.certificate + self.store_pem.key)
+        if self._secret:
+            authority = Authority(self._secret, self._job)
+            self.pem = authority.issue(self._node, (), now)
+            self._put(AUTHORITY, authority.certificate)
+            self._put(NODE, self.pem.certificate + self.pem.key)
         self._due_s = now_s + RENEW_S
 
     def _stamps(self) -> tuple[tuple[int, int], ...]:
@@ -171,17 +192,20 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
-def warn_of_open_store(addresses: Sequence[str]) -> str:
-    """Returns what the user is told of an etcd that takes whoever comes; empty where it listens on loopback only.
+def warn_of_store(addresses: Sequence[str], is_guarded: bool) -> str:
+    """Returns what the user is told of an etcd of a job without a secret; empty where it listens on loopback only.
 
     Args:
         addresses: with ports, at which it listens.
+        is_guarded: whether it asks for certificates, which are made from the job's id then.
     """
     reached = [one for one in addresses if not is_loopback(one.rpartition(":")[0].strip("[]"))]
     if not reached:
         return ""
+    who = "takes whoever knows the job's id" if is_guarded else "is open"
+    whoever = "they" if is_guarded else "whoever reaches it"
     return (
-        f"warning: the etcd of this job, at {' and '.join(reached)}, is open: whoever reaches it can read and change "
+        f"warning: the etcd of this job, at {' and '.join(reached)}, {who}: {whoever} can read and change "
         f"the job. A secret closes it: --rdzv-conf=secret_file=PATH or {SECRET}, the same on all nodes"
     )
 
@@ -199,12 +223,10 @@ def read_own(authority: str, certificate: str, key: str) -> Pem:
     return Pem(ca, own, private)
 
 
-def guest(settings: SecuritySettings, job: str, now_s: float) -> Pem | None:
-    """Returns by what a command proves to the etcd of a job that it may look at it; None: it has nothing to show."""
+def guest(settings: SecuritySettings, job: str, now_s: float) -> Pem:
+    """Returns by what a command proves to the etcd of a job, where that asks for it, that it may look at it."""
     if settings.files.has_own:
         files = settings.files
         return read_own(files.node_ca, files.node_cert, files.node_key)
-    if not settings.secret:
-        return None
     now = datetime.datetime.fromtimestamp(now_s, datetime.UTC)
     return Authority(settings.secret, job).issue("elaunch ctl", (), now)

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -14,6 +14,10 @@ from elaunch.errors import UsageError
 
 SECRET = "ELAUNCH_SECRET"
 SECRET_FILE = "ELAUNCH_SECRET_FILE"
+USERS_FILE = "~/.config/elaunch/secret"
+NO_SECRET = "none"
+"""As the file of the secret: this job has none, not even the user's own."""
+
 LEAST_BYTES = 16
 MOST_BYTES = 4096
 MAKE_ONE = "`openssl rand -hex 32` prints a good one"
@@ -58,6 +62,7 @@ class SecuritySettings:
 
     Attributes:
         secret: of the job; empty: there is none.
+        is_users: the secret is the one that the user has for all jobs.
         files: the user's own certificate.
         links: `auto`: those between machines; `on`: all that are TCP; `off`: none.
     """
@@ -65,10 +70,11 @@ class SecuritySettings:
     secret: bytes = field(default=b"", repr=False)
     files: NodeFiles = field(default_factory=NodeFiles)
     links: LinkEncryption = "auto"
+    is_users: bool = False
 
     @property
-    def guards_store(self) -> bool:
-        """Returns whether an etcd that this job starts asks for certificates."""
+    def has_proof(self) -> bool:
+        """Returns whether nodes can prove that they are of the job, by what nobody else can know."""
         return bool(self.secret) or self.files.has_own
 
     def for_all(self) -> tuple[tuple[str, str], ...]:
@@ -89,8 +95,19 @@ def digest(secret: bytes) -> str:
     return hmac.new(secret, b"elaunch secret, shown to people", hashlib.sha256).hexdigest()[:8]
 
 
-def read_security(files: NodeFiles, environment: Mapping[str, str], links: str = "auto") -> SecuritySettings:
+def read_security(
+    files: NodeFiles,
+    environment: Mapping[str, str],
+    links: str = "auto",
+    of_user: Callable[[], bytes] = bytes,
+) -> SecuritySettings:
     """Reads the secret that the user has given, in a variable or in a file.
+
+    Args:
+        files: as given.
+        environment: with the variable.
+        links: which links are encrypted.
+        of_user: returns the secret that the user has for all jobs, which counts where none is given for this one.
 
     Raises:
         UsageError: it is too short or too long, given twice, or its file may be read by others.
@@ -98,9 +115,15 @@ def read_security(files: NodeFiles, environment: Mapping[str, str], links: str =
     if links not in get_args(LinkEncryption):
         raise UsageError(f"--link-encryption={links}: expected {', '.join(get_args(LinkEncryption))}")
     given, path = environment.get(SECRET, ""), files.secret_file
+    has_none = path == NO_SECRET
+    path = "" if has_none else path
     if given and path:
         raise UsageError(f"{SECRET} and secret_file={path} are both given: give one of them")
     secret = read_secret_file(path) if path else given.strip().encode()
+    is_users = False
+    if not (path or given or has_none or files.has_own or links == "off"):
+        secret, path = of_user(), USERS_FILE
+        is_users = bool(secret)
     if secret or given:
         source = f"the secret in {path}" if path else SECRET
         if not LEAST_BYTES <= len(secret) <= MOST_BYTES:
@@ -108,7 +131,7 @@ def read_security(files: NodeFiles, environment: Mapping[str, str], links: str =
                 f"{source} has {len(secret)} bytes, expected {LEAST_BYTES} to {MOST_BYTES} that nobody can guess: "
                 f"{MAKE_ONE}"
             )
-    return SecuritySettings(secret, files, links)  # type: ignore[arg-type]  # it is one of them
+    return SecuritySettings(secret, files, links, is_users)  # type: ignore[arg-type]  # it is one of them
 
 
 def read_secret_file(path: str) -> bytes:

@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from elaunch.cli.commands import open_store
 from elaunch.errors import LaunchError, StoreUnavailable
 from elaunch.rendezvous.cluster.calls import RpcError
 from elaunch.rendezvous.cluster.connection import ServerConnection, tls_context
 from elaunch.rendezvous.cluster.members import ClusterMembers
 from elaunch.rendezvous.cluster.messages import message
+from elaunch.rendezvous.cluster.plain import speaks_tls
+from elaunch.rendezvous.conf import parse_conf
 from elaunch.rendezvous.embedded import EmbeddedEtcd, free_address
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.membership import split_address
@@ -26,7 +29,7 @@ from elaunch.rendezvous.security.authority import Authority
 from elaunch.rendezvous.security.contexts import client_of_store
 from elaunch.rendezvous.security.identity import RENEW_S, NodeIdentity, guest
 from elaunch.rendezvous.security.secret import NodeFiles, SecuritySettings
-from tests.helpers import wait_until
+from tests.helpers import find_free_port, wait_until
 
 LIMIT_S = 20.0
 SHORT_S = 1.0
@@ -36,8 +39,8 @@ SETTINGS = SecuritySettings(b"a secret of some length")
 class SecuredCluster:
     """Servers of one job, each with files of its own, and a client of all of them."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, settings: SecuritySettings) -> None:
+        self._folder, self._settings = folder, settings
         self.nodes: list[NodeIdentity] = []
         self.servers: dict[str, EmbeddedEtcd] = {}
 
@@ -46,11 +49,11 @@ class SecuredCluster:
         self.servers[peer] = first
         first.start()
         first.wait_ready(LIMIT_S)
-        self.store = EtcdStore(first.endpoint, timeout_s=LIMIT_S, pem=self.nodes[0].pem)
+        self.store = EtcdStore(first.endpoint, timeout_s=LIMIT_S, pem=self.nodes[0].store_pem)
         self.members = ClusterMembers(self.store)
 
     def _make(self) -> tuple[str, EmbeddedEtcd]:
-        node = NodeIdentity(SETTINGS, "job", f"n{len(self.nodes)}", encrypts=False)
+        node = NodeIdentity(self._settings, "job", f"n{len(self.nodes)}", encrypts=False, guards_store=True)
         node.make(time.time() - 60, ("127.0.0.1",))
         self.nodes.append(node)
         peer = free_address("127.0.0.1")
@@ -76,9 +79,15 @@ class SecuredCluster:
             node.remove()
 
 
+@pytest.fixture(params=["secret", "id"])
+def settings(request: pytest.FixtureRequest) -> SecuritySettings:
+    """Of a job with a secret, and of one whose certificates come from its id."""
+    return SETTINGS if request.param == "secret" else SecuritySettings()
+
+
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[SecuredCluster]:
-    made = SecuredCluster(tmp_path)
+def cluster(tmp_path: Path, settings: SecuritySettings) -> Iterator[SecuredCluster]:
+    made = SecuredCluster(tmp_path, settings)
     try:
         made.begin()
         made.grow()
@@ -183,17 +192,19 @@ def test_a_certificate_that_is_renewed_is_taken_without_a_new_start(cluster: Sec
     for node in cluster.nodes:
         assert node.look(time.time() - 30 + RENEW_S) == ""
     assert shown(cluster) != before
-    fresh = EtcdStore(server.endpoint, timeout_s=LIMIT_S, pem=cluster.nodes[1].pem)
+    fresh = EtcdStore(server.endpoint, timeout_s=LIMIT_S, pem=cluster.nodes[1].store_pem)
     try:
         fresh.put("/elaunch/job/config", b"written")
     finally:
         fresh.close()
 
 
-def test_a_client_whose_certificate_has_ended_is_to_connect_again_with_a_newer_one(cluster: SecuredCluster) -> None:
-    address, old = cluster.store.server.address, guest(SETTINGS, "job", time.time() - 30 * 24 * 3600)
-    outdated = EtcdStore(address, timeout_s=LIMIT_S, pem=old, newest=lambda: cluster.nodes[0].pem)
-    final = EtcdStore(address, timeout_s=LIMIT_S, pem=old, newest=lambda: old)
+def test_a_client_whose_certificate_has_ended_is_to_connect_again_with_a_newer_one(
+    cluster: SecuredCluster, settings: SecuritySettings
+) -> None:
+    address, old = cluster.store.server.address, guest(settings, "job", time.time() - 30 * 24 * 3600)
+    outdated = EtcdStore(address, timeout_s=LIMIT_S, pem=old, newest=lambda: cluster.nodes[0].store_pem)
+    final = EtcdStore(address, timeout_s=SHORT_S, pem=old, newest=lambda: old)
     try:
         with pytest.raises(StoreUnavailable, match="the certificate was renewed: connect again"):
             outdated.get("/elaunch/job/config")
@@ -210,7 +221,7 @@ def test_certificates_of_a_users_own_authority_do_as_well(tmp_path: Path) -> Non
     for name, content in (("ca", pem.authority), ("cert", pem.certificate), ("key", pem.key)):
         (tmp_path / name).write_bytes(content)
     files = NodeFiles("", *(str(tmp_path / name) for name in ("ca", "cert", "key")))
-    node = NodeIdentity(SecuritySettings(files=files), "job", "n", encrypts=False)
+    node = NodeIdentity(SecuritySettings(files=files), "job", "n", encrypts=False, guards_store=True)
     node.make(time.time())
     server = EmbeddedEtcd(str(tmp_path / "etcd"), tls=node.files)
     store: EtcdStore | None = None
@@ -239,7 +250,29 @@ def test_a_client_with_a_secret_is_told_that_a_server_has_none(etcd: EmbeddedEtc
     pem = guest(SETTINGS, "job", time.time())
     store = EtcdStore(etcd.endpoint, timeout_s=SHORT_S, pem=pem)
     try:
-        with pytest.raises(StoreUnavailable, match="Does it use TLS\\? This side does, as with ELAUNCH_SECRET"):
+        with pytest.raises(StoreUnavailable, match="Does it use TLS\\? This side does"):
             store.get("/elaunch/job/config")
     finally:
         store.close()
+
+
+def test_a_command_finds_out_whether_a_server_speaks_tls(
+    cluster: SecuredCluster, etcd: EmbeddedEtcd, settings: SecuritySettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secured = next(iter(cluster.servers.values())).endpoint
+    assert speaks_tls([secured], LIMIT_S)
+    assert not speaks_tls([etcd.endpoint], LIMIT_S)
+    nobody = f"127.0.0.1:{find_free_port()}"
+    assert speaks_tls([nobody, secured], LIMIT_S)
+    assert not speaks_tls([nobody], LIMIT_S)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert not speaks_tls([f"127.0.0.1:{silent.getsockname()[1]}"], 0.2)
+    cluster.store.put("/elaunch/job/config", b"kept")
+    monkeypatch.setattr("elaunch.rendezvous.security.users.find", lambda *_: settings.secret)
+    for endpoint, found in ((secured, b"kept"), (etcd.endpoint, None)):
+        store = open_store(endpoint, parse_conf(""), "job")
+        try:
+            entry = store.get("/elaunch/job/config")
+            assert (entry.value if entry is not None else None) == found
+        finally:
+            store.close()

@@ -682,7 +682,7 @@ class TestEtcdSettings:
             (RpcError("NOT_FOUND", "etcdserver: requested lease not found"), Trouble.LEASE_GONE),
             (RpcError("PERMISSION_DENIED", "etcdserver: permission denied"), Trouble.REFUSED),
             (RpcError("INVALID_ARGUMENT", "etcdserver: request is too large"), Trouble.REFUSED),
-            (RpcError("UNAVAILABLE", "TLS handshake failed", is_sent=False, is_tls=True), Trouble.REFUSED),
+            (RpcError("UNAVAILABLE", "TLS handshake failed", is_sent=False, is_tls=True), Trouble.TLS),
         ],
     )
     def test_a_failure_is_told_apart(self, error: RpcError, trouble: Trouble) -> None:
@@ -698,10 +698,10 @@ class TestEtcdSettings:
         ],
     )
     def test_tls_on_one_side_is_a_likely_cause_whatever_came_of_it(self, reason: str) -> None:
-        assert tls_hint(reason, uses_tls=True) == " Does it use TLS? This side does, as with ELAUNCH_SECRET."
+        assert tls_hint(reason, uses_tls=True) == " Does it use TLS? This side does."
         assert (
             tls_hint(reason, uses_tls=False)
-            == " Does it want TLS? This side does not use it; a job with ELAUNCH_SECRET does."
+            == " Does it want TLS? This side does not use it; one that a job of several machines has started does."
         )
 
     @pytest.mark.parametrize(
@@ -788,7 +788,7 @@ class TestEtcdSettings:
 
     def test_an_answer_that_is_not_tls_is_told_as_such(self) -> None:
         advice = advice_on("SSL_ERROR_SSL: error:100000f7:SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER", None)
-        question = "Does it use TLS? This side does, as with ELAUNCH_SECRET."
+        question = "Does it use TLS? This side does."
         assert advice == f"TLS failed: what the server answers is not TLS. {question}"
 
     @pytest.mark.parametrize("has_answered", [False, True])
@@ -803,7 +803,11 @@ class TestEtcdSettings:
         store = EtcdStore("127.0.0.1:1", timeout_s=0.1)
         monkeypatch.setattr(store.server, "ask", fail)
         store.server.has_answered = has_answered
-        hint = "" if has_answered else " Does it want TLS? This side does not use it; a job with ELAUNCH_SECRET does."
+        hint = (
+            ""
+            if has_answered
+            else " Does it want TLS? This side does not use it; one that a job of several machines has started does."
+        )
         try:
             with pytest.raises(StoreUnavailable) as raised:
                 store.get("/a")
@@ -997,7 +1001,7 @@ class TestTls:
 
     @pytest.mark.parametrize(
         ("uses_tls", "question"),
-        [(True, "Does it use TLS? This side does, as with ELAUNCH_SECRET."), (False, "Does it want TLS?")],
+        [(True, "Does it use TLS? This side does."), (False, "Does it want TLS?")],
     )
     def test_a_server_that_never_says_a_word_may_be_waiting_for_the_other_kind_of_connection(
         self, secured: str, tmp_path: Path, uses_tls: bool, question: str

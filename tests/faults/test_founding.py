@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,8 @@ from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.membership import NodeDoc, WorkerState, job_prefix, node_of
 from elaunch.rendezvous.rules.founding import Standing
+from elaunch.rendezvous.security.identity import guest
+from elaunch.rendezvous.security.secret import SecuritySettings
 from tests.faults.test_secured import Listening
 from tests.faults.test_store import etcd_of
 from tests.helpers import Spawner, soak, wait_until
@@ -157,7 +160,7 @@ def test_a_stranger_who_answers_in_the_place_of_a_lost_agent_is_not_believed(
     """It has taken the address: it says that nobody has to found a store, or has them go over to its own."""
     with job(spawn, tmp_path, "abc") as (running, made):
         address, lost = made.address("a"), running.nodes["a"]
-        store = EtcdStore(f"{address}:29400", timeout_s=10.0)
+        store = EtcdStore(f"{address}:29400", timeout_s=10.0, pem=guest(SecuritySettings(), "job", time.time()))
         try:
             entry = store.get(f"{job_prefix('job')}nodes/a")
             assert entry is not None
@@ -209,7 +212,8 @@ def test_a_node_that_is_lost_while_workers_start_does_not_end_the_job(
     """Its workers are ready, and its report says so until its lease has run out."""
     begin = tmp_path / "begin"
     with job(spawn, tmp_path, "abc", begin_when={"b": begin}) as (running, made):
-        store = EtcdStore(f"{made.address('a')}:29400", timeout_s=2.0)
+        address, pem = f"{made.address('a')}:29400", guest(SecuritySettings(), "job", time.time())
+        store = EtcdStore(address, timeout_s=2.0, pem=pem)
         try:
             wait_until(lambda: ready(store) == {"a", "c"}, 60, "the workers of a and c to be ready")
         finally:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
+from elaunch.errors import StoreUnavailable
 from elaunch.rendezvous.etcd import EtcdStore
 from elaunch.rendezvous.security.identity import guest
 from elaunch.rendezvous.security.secret import SecuritySettings
@@ -44,7 +45,7 @@ LIMIT_S = 60.0
 FRAME = re.compile(b"eL%c[\x01-\x07].{5}\x00{7}" % VERSION, re.DOTALL)
 """The header of a frame of a link: magic, version, kind, part and generation."""
 
-OPEN = "is open: whoever reaches it can read and change the job"
+OPEN = "warning: the etcd of this job"
 
 ETH_P_ALL = 3
 
@@ -105,9 +106,9 @@ class Pair:
         wait_for_step(self.nodes, 5)
         return listening
 
-    def token(self, secret: str) -> bytes:
-        """The job's, as only this secret shows it."""
-        pem = guest(SecuritySettings(secret.encode()), "job", time.time()) if secret else None
+    def token(self, secret: str, encryption: str = "auto") -> bytes:
+        """The job's, as only this secret shows it; without one, the job's id."""
+        pem = guest(SecuritySettings(secret.encode()), "job", time.time()) if encryption == "auto" else None
         store = EtcdStore(f"{self.network.address('a')}:{PORT}", timeout_s=10.0, pem=pem)
         try:
             entry = store.get("/elaunch/job/config")
@@ -124,9 +125,9 @@ def pair(spawn: Spawner, tmp_path: Path) -> Iterator[Pair]:
         spawn.end_all()  # before their network goes
 
 
-def ctl(spawn: Spawner, pair: Pair, secret: str) -> Spawned:
+def ctl(spawn: Spawner, pair: Pair, secret: str, job: str = "job") -> Spawned:
     where = f"--rdzv-endpoint={pair.network.address('a')}:{PORT}"
-    return spawn.elaunch("ctl", "status", where, "--rdzv-id=job", env={"ELAUNCH_SECRET": secret or None}, name="ctl")
+    return spawn.elaunch("ctl", "status", where, f"--rdzv-id={job}", env={"ELAUNCH_SECRET": secret or None}, name="ctl")
 
 
 @pytest.mark.timeout(240)
@@ -139,8 +140,11 @@ def test_with_a_secret_nobody_in_between_reads_and_nobody_else_joins(
         assert len(token) == 32
         # Others are refused with a line that says why, and the job goes on.
         strangers = [
-            (pair.start("c", "quite another secret", called="c1"), "whoever answers there has another secret"),
-            (pair.start("c", called="c2", conf=",read_timeout=3"), "a job with ELAUNCH_SECRET does"),
+            (
+                pair.start("c", "quite another secret", called="c1", conf=",read_timeout=3"),
+                "whoever answers there has another secret",
+            ),
+            (pair.start("c", called="c2", conf=",read_timeout=3"), "whoever answers there has another secret"),
             (pair.start("c", SECRET, ("--link-encryption=off",), "c3"), "this node was started with --link-enc"),
         ]
         for stranger, says in strangers:
@@ -181,31 +185,85 @@ def test_with_a_secret_nobody_in_between_reads_and_nobody_else_joins(
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("encryption", ["auto", "off"])
-def test_without_a_secret_links_are_encrypted_and_the_store_is_not(pair: Pair, tmp_path: Path, encryption: str) -> None:
+def test_without_a_secret_who_listens_learns_nothing_unless_nothing_is_encrypted(
+    pair: Pair, spawn: Spawner, tmp_path: Path, encryption: str
+) -> None:
+    is_open, port = encryption == "off", f"{pair.network.address('a')}:{PORT}"
     listening = pair.begin(flags=(f"--link-encryption={encryption}",))
     try:
         wait_for_step(pair.nodes, 15)
-        heard = listening.take()
-        assert pair.token("") in heard, "in the store's documents"
-        assert (FRAME.search(heard) is not None) == (encryption == "off")
+        assert ctl(spawn, pair, "").wait(LIMIT_S) == 0
+        heard, token = listening.take(), pair.token("", encryption)
+        assert len(heard) > 100_000
+        for word in (token, b"/elaunch/job", b"b/0#0"):
+            assert (word in heard) == is_open, word
+        assert (FRAME.search(heard) is not None) == is_open
         hellos = re.findall(rb"elaunch/%d (\d+) (\w+) " % VERSION, heard)
-        assert bool(hellos) == (encryption == "off")
-        token = pair.token("").decode()
-        assert all(proof.decode() == derive_proof(token, int(number)) for number, proof in hellos)
+        assert bool(hellos) == is_open
+        assert all(proof.decode() == derive_proof(token.decode(), int(number)) for number, proof in hellos)
+        stranger = EtcdStore(port, timeout_s=2.0)
+        try:
+            with contextlib.nullcontext() if is_open else pytest.raises(StoreUnavailable, match="want TLS"):
+                stranger.put("/elaunch/job/x", b"1")
+        finally:
+            stranger.close()
     finally:
         listening.close()
     (tmp_path / "gate").touch()
     for node in pair.nodes:
         assert node.agent.wait(100) == 0, node.agent.tail()
-    told = f"[elaunch a] warning: the etcd of this job, at {pair.network.address('a')}:{PORT}, {OPEN}"
-    assert [node.agent.text().count(OPEN) for node in pair.nodes] == [1, 0], "who hosts it says so, once"
-    assert told in pair.nodes[0].agent.text()
+    told = "is open: whoever reaches it" if is_open else "takes whoever knows the job's id: they"
+    told = f"[elaunch a] warning: the etcd of this job, at {port}, {told} can read and change the job. A secret closes"
+    assert [node.agent.text().count(told) for node in pair.nodes] == [1, 0], "who hosts it says so, once"
+
+
+@pytest.mark.timeout(240)
+def test_a_node_waits_for_the_end_of_another_job_that_meets_at_the_same_address(
+    pair: Pair, spawn: Spawner, tmp_path: Path
+) -> None:
+    pair.begin().close()
+    late = pair.start("c", flags=("--rdzv-id=next",), called="late", conf=",read_timeout=90")
+    gone = pair.start("c", flags=("--rdzv-id=next",), called="gone", conf=",read_timeout=2")
+    says = "whoever answers there has another secret, or is of another job: give all nodes the same --rdzv-id"
+    assert gone.agent.wait(LIMIT_S) == 1
+    assert says in gone.agent.text()
+    assert "gave up after 2 s" in gone.agent.text()
+    assert late.agent.wait_for_text(says, LIMIT_S)
+    assert ctl(spawn, pair, "", "next").wait(LIMIT_S) == 1
+    (tmp_path / "gate").touch()
+    for node in pair.nodes:
+        assert node.agent.wait(100) == 0, node.agent.tail()
+    following = pair.start("a", flags=("--rdzv-id=next",), called="a2")
+    for node in (late, following):
+        assert node.agent.wait(100) == 0, node.agent.tail()
+
+
+@pytest.mark.timeout(240)
+def test_the_secret_of_a_user_counts_for_jobs_of_several_machines(
+    pair: Pair, spawn: Spawner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "home/.config/elaunch/secret"
+    path.parent.mkdir(parents=True)
+    path.write_text(SECRET)
+    path.chmod(0o600)
+    monkeypatch.setenv("ELAUNCH_SECRET_FILE", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    pair.begin().close()
+    assert pair.token(SECRET)
+    stranger = pair.start("c", "none of this user's", called="c1", conf=",read_timeout=2")
+    assert stranger.agent.wait(LIMIT_S) == 1
+    assert "whoever answers there has another secret" in stranger.agent.text()
+    assert ctl(spawn, pair, "").wait(LIMIT_S) == 0
+    (tmp_path / "gate").touch()
+    for node in pair.nodes:
+        assert node.agent.wait(100) == 0, node.agent.tail()
+        assert OPEN not in node.agent.text()
+        assert SECRET not in node.agent.text()
 
 
 def find_folders() -> list[Path]:
     """Where nodes of this job that run have their keys."""
     own = guest(SecuritySettings(SECRET.encode()), "job", time.time())
-    assert own is not None
     issuer = x509.load_pem_x509_certificate(own.certificate).issuer
     found = [path for path in Path(tempfile.gettempdir()).glob("elaunch-tls-*/node.pem") if path.exists()]
     return [path.parent for path in found if x509.load_pem_x509_certificate(path.read_bytes()).issuer == issuer]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import ssl
 import threading
@@ -18,7 +19,7 @@ from elaunch.rendezvous.cluster import standings
 from elaunch.rendezvous.cluster.inquiry import HEAD, new_challenge, question_line, read_answer
 from elaunch.rendezvous.cluster.standings import Answers, ask, listens
 from elaunch.rendezvous.security.contexts import AgentContexts
-from elaunch.rendezvous.security.identity import NodeIdentity
+from elaunch.rendezvous.security.identity import AUTHORITY, NODE, NodeIdentity
 from elaunch.rendezvous.security.secret import LinkEncryption, SecuritySettings
 from tests.helpers import wait_until
 from tests.unit.test_standings import FORGED, HOSTILE, PATIENCE_S, TOKEN, AgentPort, B, closes, drips, stranger
@@ -136,7 +137,7 @@ def test_the_right_question_of_somebody_without_a_certificate_of_the_job_is_not_
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if shows == "one of another job":
-        context.load_cert_chain(identities(OTHER_TOKEN).files.node)
+        context.load_cert_chain(os.path.join(identities(OTHER_TOKEN).folder, NODE))
     heard = b""
     with contextlib.suppress(OSError), context.wrap_socket(agent_b.connect()) as link:
         link.sendall(question_line(TOKEN, agent_b.address, new_challenge()))
@@ -283,8 +284,8 @@ def test_nothing_is_read_from_the_working_directory_of_a_node_without_certificat
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, identities: Callable[..., NodeIdentity]
 ) -> None:
     made = identities()
-    for path in (made.files.authority, made.files.node):
-        (tmp_path / Path(path).name).write_bytes(Path(path).read_bytes())
+    for name in (AUTHORITY, NODE):
+        (tmp_path / name).write_bytes((Path(made.folder) / name).read_bytes())
     monkeypatch.chdir(tmp_path)
     without = NodeIdentity(SecuritySettings(), "job", "a", encrypts=False)
     with pytest.raises(OSError, match="no certificate"):

@@ -90,15 +90,15 @@ def test_a_server_of_one_core_runs_on_one_unless_the_user_says_otherwise(
         ("::1", "[fd00::1]:7", ["[::1]:{port}", "[fd00::1]:7"]),
     ],
 )
-def test_a_server_knows_where_it_takes_whoever_comes(
+def test_a_server_knows_where_it_listens(
     tmp_path: Path, fake_etcd: Callable[[str], Path], host: str, peer: str, addresses: list[str]
 ) -> None:
     fake_etcd("exec sleep 60")
     files = TlsFiles("authority", "node", "store")
-    for tls, expected in ((None, addresses), (files, [])):
+    for tls in (None, files):
         server = EmbeddedEtcd(str(tmp_path / "data"), host, peer=peer, tls=tls)
         server.start()
-        assert list(server.open_at) == [one.format(port=server.port) for one in expected]
+        assert list(server.listens_at) == [one.format(port=server.port) for one in addresses]
         server.stop()
 
 

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from elaunch.errors import UsageError
 from elaunch.rendezvous.conf import parse_conf
 from elaunch.rendezvous.security.authority import STORE_NAME, Authority, Pem, check_own, derive_number
-from elaunch.rendezvous.security.contexts import Contexts, explain, make_context
-from elaunch.rendezvous.security.identity import RENEW_S, NodeIdentity, guest, warn_of_open_store
+from elaunch.rendezvous.security.contexts import Contexts, client_of_store, explain, make_context
+from elaunch.rendezvous.security.identity import RENEW_S, NodeIdentity, guest, warn_of_store
 from elaunch.rendezvous.security.secret import NodeFiles, SecuritySettings, digest, read_security
 
 SECRET = b"0123456789abcdef0123456789abcdef"
@@ -47,7 +47,7 @@ def make(private: Path) -> Made:
     def one(
         secret: bytes = SECRET, job: str = "job", now: datetime.datetime | None = None, files: NodeFiles | None = None
     ) -> NodeIdentity:
-        identity = NodeIdentity(SecuritySettings(secret, files or NodeFiles()), job, "node", encrypts=True)
+        identity = NodeIdentity(SecuritySettings(secret, files or NodeFiles()), job, "node", True, guards_store=True)
         identity.make((now or datetime.datetime.now(datetime.UTC)).timestamp(), ("192.0.2.7", "node1"))
         return identity
 
@@ -230,7 +230,8 @@ def test_keys_are_for_this_user_alone_and_go_with_the_node(make: Made) -> None:
     assert stat.S_IMODE(os.stat(node.folder).st_mode) == 0o700
     for path in Path(node.folder).iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
-    assert {path.name for path in Path(node.folder).iterdir()} == {"ca.pem", "node.pem", "store.pem"}
+    own, of_store = {"ca.pem", "node.pem"}, {"store-ca.pem", "store.pem", "store-node.pem"}
+    assert {path.name for path in Path(node.folder).iterdir()} == own | of_store
     assert all(SECRET not in path.read_bytes() for path in Path(node.folder).iterdir())
     node.remove()
     assert not os.path.exists(node.folder)
@@ -296,12 +297,35 @@ def test_a_node_at_a_loopback_address_needs_no_keys_for_links_unless_it_is_told_
 
 
 def test_only_an_etcd_that_asks_for_certificates_is_given_one(private: Path) -> None:
-    for settings, has_one in [(SecuritySettings(), False), (SecuritySettings(SECRET), True)]:
-        node = NodeIdentity(settings, "job", "a", encrypts=True)
-        node.make(NOW.timestamp())
+    for guards in (False, True):
+        node = NodeIdentity(SecuritySettings(), "job", "a", encrypts=True, guards_store=guards)
+        node.make(NOW.timestamp(), ("192.0.2.7",))
+        assert (node.pem is not None, node.store_pem is not None) == (False, guards)
         node.make_of_token("token", NOW.timestamp())
-        assert Path(node.files.node).exists()
-        assert Path(node.files.store).exists() is has_one
+        assert (node.pem is not None, node.store_pem is not None) == (True, guards)
+        assert Path(node.files.store).exists() is guards
+
+
+def store_ends(server: NodeIdentity, client: NodeIdentity) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Returns the contexts of an etcd and of a client of it."""
+    files = server.files
+    return make_context(files.authority, files.store, True), client_of_store(client.files.authority, client.files.node)
+
+
+def test_the_store_of_a_job_without_a_secret_takes_those_who_know_its_id(make: Made) -> None:
+    first, second, stranger, secured = make(b""), make(b""), make(b"", job="other"), make(SECRET)
+    assert shake(*store_ends(first, second)) == "TLSv1.3"
+    for other in (stranger, secured):
+        with pytest.raises(ssl.SSLError):
+            shake(*store_ends(first, other))
+        with pytest.raises(ssl.SSLError):
+            shake(*store_ends(other, first))
+    for node in (first, second):
+        node.make_of_token("token", NOW.timestamp())
+    of_token = Contexts(second.folder).get(False)
+    with pytest.raises(ssl.SSLError):
+        shake(store_ends(first, first)[0], of_token)  # links know each other by the token, which the id does not tell
+    assert shake(Contexts(first.folder).get(True), of_token) == "TLSv1.3"
 
 
 def test_a_node_that_needs_no_files_makes_none(private: Path) -> None:
@@ -355,10 +379,13 @@ def test_a_key_of_another_certificate_is_told() -> None:
 
 
 def test_a_command_shows_a_certificate_of_the_jobs() -> None:
-    assert guest(SecuritySettings(), "job", NOW.timestamp()) is None
-    found = guest(SecuritySettings(SECRET), "job", NOW.timestamp())
-    assert found is not None
-    assert found.is_of_job
+    keys = []
+    for secret, job in ((b"", "job"), (b"", "other"), (SECRET, "job"), (b"", "job")):
+        found = guest(SecuritySettings(secret), job, NOW.timestamp())
+        assert found.is_of_job
+        keys.append(load_pem_x509_certificate(found.authority).public_key())
+    assert keys[0] == keys[3]
+    assert keys[0] not in keys[1:3]
 
 
 @pytest.mark.parametrize(
@@ -372,7 +399,8 @@ def test_a_command_shows_a_certificate_of_the_jobs() -> None:
     ],
 )
 def test_the_user_is_told_of_a_store_that_others_than_this_machine_reach(addresses: list[str], open_at: str) -> None:
-    told = warn_of_open_store(addresses)
-    assert bool(told) == bool(open_at)
-    assert told.startswith(f"warning: the etcd of this job, at {open_at}, is open") or not told
-    assert "--rdzv-conf=secret_file=PATH or ELAUNCH_SECRET" in told or not told
+    for is_guarded, says in ((False, "is open: whoever reaches it"), (True, "takes whoever knows the job's id: they")):
+        told = warn_of_store(addresses, is_guarded)
+        assert bool(told) == bool(open_at)
+        assert told.startswith(f"warning: the etcd of this job, at {open_at}, {says} can read and change") or not told
+        assert "--rdzv-conf=secret_file=PATH or ELAUNCH_SECRET" in told or not told

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from elaunch.errors import LaunchError, ProtocolError, StoreUnavailable
 from elaunch.policy.stragglers.track import spread
 from elaunch.rendezvous.codec import read_json
-from elaunch.rendezvous.etcd_trouble import gave_up, why_away
+from elaunch.rendezvous.etcd_trouble import gave_up, with_cause
 from elaunch.waits import Watched
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def check(
         except StoreUnavailable as error:
             if time.monotonic() >= end_s:
                 raise StoreUnavailable(gave_up(error, connect_s, hosted)) from error
-            what = f"the rendezvous, for the figures of other nodes: {error}; {why_away(hosted)}"
+            what = f"the rendezvous, for the figures of other nodes: {with_cause(error, hosted)}"
             watched.tell(what, end_s - time.monotonic())
             time.sleep(RETRY_S)
     if reason:

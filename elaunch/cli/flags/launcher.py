@@ -146,8 +146,8 @@ def _add_rendezvous(p: FlagParser) -> None:
         LINK_ENCRYPTION,
         "auto",
         metavar="NAME",
-        help="which connections between workers are encrypted: auto, those between machines; on, also TCP within one; "
-        "off, none",
+        help="which connections between workers, agents and the etcd of the job are encrypted: auto, those between "
+        "machines; on, also TCP within one; off, none",
     )
 
 
