@@ -23,7 +23,7 @@ from elaunch.rendezvous.rules import quorum
 from elaunch.rendezvous.rules.attempts import ALL_LEAVE, again, begin_again, let_go, takes_part, too_few
 from elaunch.rendezvous.rules.early import restart_whole, same_everywhere
 from elaunch.rendezvous.rules.sick import sick_to_leave
-from elaunch.rendezvous.rules.spares import held, n_ready
+from elaunch.rendezvous.rules.spares import held, n_ready, standby_nodes
 from elaunch.rendezvous.rules.training import train
 from elaunch.rendezvous.view import (
     LeaderDecision,
@@ -78,6 +78,8 @@ def _decide(view: View, now_s: float, settings: MembershipSettings) -> LeaderDec
 def surplus(view: View, max_nodes: int, leaving: Collection[str] = ()) -> tuple[str, ...]:
     """Returns the nodes that are to leave a job whose members are on more nodes than it may have: the last to join.
 
+    Spares that hold the state go first.
+
     Args:
         view: the documents.
         max_nodes: how many it may have.
@@ -88,7 +90,8 @@ def surplus(view: View, max_nodes: int, leaving: Collection[str] = ()) -> tuple[
     docs = {doc.node: doc for doc in view.nodes}
     here = [docs[name] for name in view.generation.nodes if name in docs and name not in leaving]
     staying = [doc for doc in here if not doc.draining]
-    staying.sort(key=lambda doc: (doc.rank, doc.order, doc.node))
+    spares = standby_nodes(view.generation)
+    staying.sort(key=lambda doc: (doc.node in spares, doc.rank, doc.order, doc.node))
     return tuple(doc.node for doc in staying[max_nodes:])
 
 
@@ -107,7 +110,7 @@ def to_leave(
         return {doc.node: decision.all_leave for doc in view.nodes if not doc.draining}
     sick, most = sick_to_leave(view, settings.min_nodes, asked, n_ready(view, settings)), settings.max_nodes
     text = f"the job is to have {most} node{'' if most == 1 else 's'} from now on"
-    return sick | dict.fromkeys(surplus(view, most, sick), text)
+    return sick | dict.fromkeys(surplus(view, settings.most_nodes, sick), text)
 
 
 def _assemble(view: View, nodes: tuple[NodeDoc, ...], now_s: float, settings: MembershipSettings) -> LeaderDecision:

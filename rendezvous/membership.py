@@ -291,8 +291,7 @@ class NodeDoc:
         host: the address at which workers of other nodes reach it.
         slots: how many workers it runs.
         workers: those that live.
-        role: as the user has named it (--role).
-        rank: as the user has fixed it (--node-rank); 0 for all where nothing is.
+        role, rank: as the user has given them (--role, --node-rank); where no rank is given, all have 0.
         port: offered to the workers for their own rendezvous.
         liveness_address: host:port at which the agent listens as long as it lives.
         domain: the failure domain that the user has named (--failure-domain); empty: none.
@@ -301,8 +300,7 @@ class NodeDoc:
         cause: the last event that changed the job's members here, for people.
         cause_t: its Unix time in seconds; 0: unknown.
         summary, progress: of its workers; how far it has followed the job.
-        peers: what is wrong between it and others.
-        departure: who of it is to leave.
+        peers, departure: what is wrong between it and others; who of it is to leave.
         order: the store's revision at which it joined; it is not written.
     """
 
@@ -370,8 +368,7 @@ class Generation:
         number: one more than that of the generation before.
         stage: what its workers do.
         workers: by rank.
-        attempt: how often all workers were started again.
-        restarts: how often because of a failure, and from which checkpoint.
+        attempt, restarts: how often all were started again; how often because of failures, and from which checkpoint.
         cause: why it was made, for people.
         cause_t: Unix time of that in seconds; 0: unknown.
         aborts_step_before: the newest generation, up to this one, at which a member was lost or a link had to be made
@@ -386,6 +383,7 @@ class Generation:
         former_seats: those of the last generation of which all nodes had heard when this one was made.
         streak: the urgent generations up to this one between which no step is known to have committed.
         refused: ready workers that peers found dead, as long as their nodes may not have heard of it.
+        standby: workers of spares, at the end of `workers`, whose samples do not count (`rules.spares`).
     """
 
     number: int
@@ -406,6 +404,7 @@ class Generation:
     former_seats: tuple[tuple[str, str], ...] = ()
     streak: Streak = Streak()
     refused: tuple[str, ...] = ()
+    standby: tuple[str, ...] = ()
 
     @property
     def logged(self) -> int:
@@ -428,6 +427,11 @@ class Generation:
         return tuple(worker.id for worker in self.workers)
 
     @cached_property
+    def working(self) -> tuple[str, ...]:
+        """Returns those whose samples count, by rank: all but the workers of spares."""
+        return tuple(worker for worker in self.ids if worker not in self.standby) if self.standby else self.ids
+
+    @cached_property
     def ranks(self) -> Mapping[str, int]:
         """Returns the ranks of its workers, by identity, in their order."""
         return {worker: rank for rank, worker in enumerate(self.ids)}
@@ -446,10 +450,6 @@ class Generation:
     def of_nodes(self) -> Mapping[str, Sequence[str]]:
         """Returns the identities of its workers by node, in order of first appearance."""
         return by_node(self.ids)
-
-    def rank(self, worker: str) -> int:
-        """Returns the rank of a worker; raises `KeyError` where it is no member."""
-        return self.ranks[worker]
 
 
 @dataclass(frozen=True, slots=True)

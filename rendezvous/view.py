@@ -14,6 +14,7 @@ class MembershipSettings:
 
     Attributes:
         spares: how many nodes more than `max_nodes` hold workers ready.
+        spare_state: whether these are members that hold the state, and whose samples do not count.
         max_restarts: whole restarts after a failure that memory cannot mend; None stands for none.
         last_call_s: how long a job with enough nodes, but not all, waits for more before it starts.
         join_s: how long it waits with fewer nodes than `min_nodes` before it fails.
@@ -29,6 +30,7 @@ class MembershipSettings:
     min_nodes: int = 1
     max_nodes: int = 1
     spares: int = 0
+    spare_state: bool = False
     max_restarts: int | None = None
     last_call_s: float = 2.0
     join_s: float = 600.0
@@ -39,6 +41,11 @@ class MembershipSettings:
     reach_s: float = 3.0
     saves: bool = False
     founds: bool = False
+
+    @property
+    def most_nodes(self) -> int:
+        """Returns how many nodes may have members: those of the job, and spares that hold the state."""
+        return self.max_nodes + (self.spares if self.spare_state else 0)
 
 
 @dataclass(frozen=True, slots=True)

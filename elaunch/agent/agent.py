@@ -126,6 +126,7 @@ class Agent:
                 slots=config.nproc_per_node,
                 min_nodes=config.min_nodes,
                 max_nodes=config.max_nodes,
+                spare_state=config.rendezvous.spare_state,
                 max_restarts=config.max_restarts,
                 shutdown_s=config.stop.shutdown_timeout,
                 left_code=config.stop.left_code,
@@ -251,9 +252,10 @@ class Agent:
             decide, generation = self._inbox.news.popleft()
             actions = decide(self._life)
             if generation is not None:
-                self._journal.log(
-                    "generation", workers=list(generation.ids), cause=generation.cause, stage=generation.stage.value
-                )
+                told: dict[str, Any] = {"cause": generation.cause, "stage": generation.stage.value}
+                if generation.standby:
+                    told["standby"] = list(generation.standby)
+                self._journal.log("generation", workers=list(generation.ids), **told)
             self._act(actions)
         self._act(self._life.on_time(time.monotonic()))
         self._act(self._patience.on_time(time.monotonic()))

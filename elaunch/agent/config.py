@@ -15,6 +15,7 @@ from elaunch.errors import UsageError
 from elaunch.policy.collectives import Collectives
 from elaunch.policy.settings import NAMES, PROFILE, PolicyConfig
 from elaunch.rendezvous.conf import FOUND, RendezvousConf, parse_endpoints
+from elaunch.rendezvous.rules.spares import STATE_FLAG
 from elaunch.rendezvous.security.identity import is_loopback
 from elaunch.rendezvous.security.secret import SecuritySettings
 from elaunch.replica_check import ReplicaCheck
@@ -70,6 +71,7 @@ class RendezvousSettings:
         node_rank: of this node, where the user has fixed it.
         master: what workers find in MASTER_ADDR and MASTER_PORT, where the user has fixed it.
         spares: how many nodes beyond the maximum hold workers ready.
+        spare_state: whether these hold the state, too.
         failure_domain: of this node; empty: it has none but itself.
         security: how the nodes know each other.
     """
@@ -80,6 +82,7 @@ class RendezvousSettings:
     node_rank: int = 0
     master: tuple[str, int] | None = None
     spares: int = 0
+    spare_state: bool = False
     failure_domain: str = ""
     security: SecuritySettings = field(default_factory=SecuritySettings)
 
@@ -260,6 +263,8 @@ def settings_for_all(config: AgentConfig, environment: Mapping[str, str]) -> tup
         found |= {FOLDER_FLAG: str(training.checkpoints.folder), EVERY_FLAG: str(training.checkpoints.every)}
     found |= {"--collectives": training.collectives, "--check-replicas": str(training.replica_check)}
     found |= {name: environment[name] for name in ("ELAUNCH_STATE_PATH",) if environment.get(name)}
+    if config.rendezvous.spare_state:
+        found[STATE_FLAG] = "1"
     found |= {f"--rdzv-conf={key}": value for key, value in _keys_for_all(config).items()}
     return tuple(sorted((found | dict(config.rendezvous.security.for_all())).items()))
 

@@ -192,6 +192,7 @@ def make_participant(
             min_nodes=config.min_nodes,
             max_nodes=config.max_nodes,
             spares=config.rendezvous.spares,
+            spare_state=config.rendezvous.spare_state,
             max_restarts=config.max_restarts,
             last_call_s=conf.last_call_timeout,
             join_s=conf.join_timeout,

@@ -19,6 +19,7 @@ from elaunch.checkpoints import EVERY, FOLDER
 from elaunch.detect import hang
 from elaunch.errors import ProtocolError
 from elaunch.policy import collectives
+from elaunch.rendezvous.rules.spares import STATE_VARIABLE
 from elaunch.waits import Pace
 from elaunch.wire import LINK_TIMEOUT
 
@@ -233,6 +234,7 @@ def worker_env(config: AgentConfig, start: Start, control: str, agent_store: boo
     variables[hang.VARIABLE] = config.detection.hang
     variables[collectives.NAME] = config.training.collectives
     variables[replica_check.NAME] = config.training.replica_check
+    variables[STATE_VARIABLE] = int(config.rendezvous.spare_state)
     variables[LINK_TIMEOUT] = config.rendezvous.conf.link_timeout
     if (checkpoints := config.training.checkpoints) is not None:
         variables |= {FOLDER: checkpoints.folder, EVERY: checkpoints.every}

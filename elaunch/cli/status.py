@@ -18,6 +18,7 @@ from elaunch.rendezvous.membership import (
     slot_of,
 )
 from elaunch.rendezvous.observer import Documents
+from elaunch.rendezvous.rules.spares import standby_nodes
 from elaunch.rendezvous.status import TrainingStatus, slow_slots, speeds_of
 
 STATES = {
@@ -174,9 +175,15 @@ def _nodes_line(documents: Documents) -> str:
 
 
 def _is_ready_spare(doc: NodeDoc, documents: Documents) -> bool:
-    """Returns whether a node is a spare all of whose workers wait to become members."""
-    ready = [worker for worker in doc.workers if worker.state is WorkerState.READY]
-    return doc.node in documents.spares and len(ready) == doc.slots
+    """Returns whether a node is a spare whose workers can all take places; on standby, they have the state."""
+    wanted = WorkerState.MEMBER if _is_on_standby(doc, documents) else WorkerState.READY
+    ready = [worker for worker in doc.workers if worker.state is wanted]
+    return (doc.node in documents.spares or _is_on_standby(doc, documents)) and len(ready) == doc.slots
+
+
+def _is_on_standby(doc: NodeDoc, documents: Documents) -> bool:
+    """Returns whether a node is a spare whose workers are members, so that they hold the state."""
+    return documents.generation is not None and doc.node in standby_nodes(documents.generation)
 
 
 def _mark(doc: NodeDoc, documents: Documents) -> str:
@@ -187,6 +194,8 @@ def _mark(doc: NodeDoc, documents: Documents) -> str:
         return f" (does not reach {', '.join(one.node for one in doc.peers.cut)})"
     if doc.peers.stalled:
         return " (all its workers wait for others)"
+    if _is_on_standby(doc, documents):
+        return f" (spare, {'holds' if _is_ready_spare(doc, documents) else 'gets'} the state)"
     if generation is None or doc.node in generation.nodes:
         return ""
     if doc.node in documents.spares:

@@ -22,7 +22,7 @@ from elaunch.rendezvous.node.waiting import waiting_text
 from elaunch.rendezvous.rules import deadlock, quorum
 from elaunch.rendezvous.rules.edit import edit_between
 from elaunch.rendezvous.rules.founding import Absent, absent_agents
-from elaunch.rendezvous.rules.spares import HeldSpares, held
+from elaunch.rendezvous.rules.spares import HeldSpares, all_spares
 from elaunch.rendezvous.store import Entry, LeaseGone, WatchEvent
 from elaunch.rendezvous.view import MembershipSettings, View
 
@@ -295,7 +295,7 @@ class Leader:
         elif (settled := quorum.settle(self._replica.view)) is not None:
             self._put_generation(settled)
         if settings.spares:
-            self._put_spares(held(self._replica.view, settings))
+            self._put_spares(all_spares(self._replica.view, settings))
         self._requests.end_deadlock(deadlock.find(self._replica.view))
         self._put_absent(decision.asks)
         if decision.asks and self._clock() >= self._asked_s + ASK_S:

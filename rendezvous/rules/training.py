@@ -25,7 +25,7 @@ from elaunch.rendezvous.rules import escalate
 from elaunch.rendezvous.rules.attempts import again, go_back, too_few
 from elaunch.rendezvous.rules.connectivity import Missing, cut_off, left_out
 from elaunch.rendezvous.rules.holders import holders_of
-from elaunch.rendezvous.rules.spares import placed
+from elaunch.rendezvous.rules.spares import in_order, placed, taken_over
 from elaunch.rendezvous.view import (
     LeaderDecision,
     MembershipSettings,
@@ -197,7 +197,7 @@ def _joiners(
     draining: Iterable[Worker],
     gone: Collection[str],
     missing: Missing,
-    max_nodes: int,
+    most_nodes: int,
 ) -> tuple[tuple[Worker, ...], ...]:
     """Returns the workers that can become members, of each node that has any, as far as the job has room for nodes."""
     admitted = {worker.node for worker in survivors}
@@ -205,7 +205,7 @@ def _joiners(
     known = {*generation.ids, *generation.leaving, *generation.streak.replaced, *gone}
     joiners = []
     for doc in nodes:
-        if doc.draining or (doc.node not in admitted and len(admitted) >= max_nodes):
+        if doc.draining or (doc.node not in admitted and len(admitted) >= most_nodes):
             continue
         if not here.isdisjoint(missing.get(doc.node, ())):
             continue
@@ -254,7 +254,7 @@ def _compare(
     # Once one has finished, all its steps are committed without those that leave, which would do the last ones again.
     back = _members(nodes, told, missing) if is_urgent and not done else ()
     draining = [*fates.draining, *back]
-    by_node = _joiners(generation, nodes, fates.survivors, draining, gone, missing, settings.max_nodes)
+    by_node = _joiners(generation, nodes, fates.survivors, draining, gone, missing, settings.most_nodes)
     causes += [(0.0, f"{', '.join(worker.id for worker in fresh)} joins") for fresh in by_node]
     joiners = tuple(worker for fresh in by_node for worker in fresh)
     have_joined = generation.hold or (
@@ -309,8 +309,11 @@ def train(
     elif not change.survivors and not change.leaving:
         return _all_lost(view, generation, change, settings)
     hold = _too_small(change, settings)
+    placing = placed(generation.workers, change.survivors, change.joiners, generation.standby)
     news = change.lost or change.joiners or change.reset or set(change.leaving) - set(generation.leaving)
-    if not news and hold == generation.hold:
+    # After a change of the number of nodes others work.
+    resized = not change.done and set(in_order(placing, settings)[1]) != set(generation.standby)
+    if not (news or resized) and hold == generation.hold:
         if generation.hold:
             return _held(change, view, now_s, settings)
         if view.request is not None and _counts(view.request, generation):
@@ -327,12 +330,15 @@ def train(
     if given_up := escalate.why_given_up(streak, newest_checkpoint(nodes)):
         return LeaderDecision(given_up, result=Result(False, given_up))
     dated = [t for t, _ in change.causes if t > 0]
+    placing = placed(generation.workers, change.survivors, change.joiners, generation.standby)
+    workers, standby = in_order(placing, settings)
     by_time = sorted(change.causes, key=lambda cause: cause[0] or inf)  # the first, and then what has no time
+    if over := taken_over(generation, standby, workers):
+        by_time.append((0.0, over))
     cause = "; ".join(dict.fromkeys(text for _, text in by_time)) or (
         "a link was made anew" if change.reset else "the number of nodes changed"
     )
     number = next_generation(view)
-    workers = placed(generation.workers, change.survivors, change.joiners)
     after = replace(
         generation,
         number=number,
@@ -346,6 +352,7 @@ def train(
         leaving=change.leaving,
         streak=replace(streak, logged=_logged(generation, nodes)),
         refused=_refused(generation, change.lost, nodes),
+        standby=standby,
     )
     return LeaderDecision(cause, generation=after)
 

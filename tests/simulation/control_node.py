@@ -15,7 +15,7 @@ from elaunch.rendezvous.decide import LeaderDecision, View, decide, to_leave
 from elaunch.rendezvous.membership import Cut, Generation, NodeDoc, PlanRequest, Result, WorkerState, node_of
 from elaunch.rendezvous.node.mailbox import is_news
 from elaunch.rendezvous.rules import quorum
-from elaunch.rendezvous.rules.spares import held
+from elaunch.rendezvous.rules.spares import all_spares
 from tests.simulation.control_worker import Worker
 
 if TYPE_CHECKING:
@@ -32,7 +32,16 @@ class Node:
         case, size = world.case, world.settings
         self.world, self.name = world, name
         self.life = Lifecycle(
-            NodeSettings(name, name, case.slots, size.min_nodes, size.max_nodes, case.max_restarts, shutdown_s=5.0)
+            NodeSettings(
+                name,
+                name,
+                case.slots,
+                size.min_nodes,
+                size.max_nodes,
+                case.max_restarts,
+                shutdown_s=5.0,
+                spare_state=size.spare_state,
+            )
         )
         self.ended = False
         self.exit: Exit | None = None
@@ -216,7 +225,7 @@ class Node:
             self.read_generation(self.store.generation, self.store.generation_revision)()
         elif (settled := quorum.settle(self.view)) is not None:
             self.store.settle(settled, self.generation_revision)
-        self.store.hold_spares(held(self.view, world.settings), self.name)
+        self.store.hold_spares(all_spares(self.view, world.settings), self.name)
         if decision.result is not None:
             self.store.end(decision.result)
         self.tell_absent(decision.asks)

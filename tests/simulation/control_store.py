@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from elaunch.rendezvous.intake import with_order
 from elaunch.rendezvous.membership import Generation, GenerationStage, NodeDoc, PlanRequest, Result, node_of
 from elaunch.rendezvous.rules.edit import edit_between, follow
+from elaunch.rendezvous.view import MembershipSettings
 from tests.simulation.transcript import Announced, Reported
 
 if TYPE_CHECKING:
@@ -16,6 +17,18 @@ if TYPE_CHECKING:
 
 
 Document = TypeVar("Document")
+
+
+def check_standby(generation: Generation, settings: MembershipSettings) -> None:
+    """Whole nodes are on standby, those beyond the ones that work; and none while a place is empty."""
+    idle = {node_of(one) for one in generation.standby}
+    assert generation.standby == generation.ids[len(generation.ids) - len(generation.standby) :], "they are not last"
+    assert generation.standby == tuple(one for one in generation.ids if node_of(one) in idle), "a node is in part"
+    if generation.stage is GenerationStage.TRAIN:
+        beyond = max(0, len(generation.nodes) - settings.max_nodes) if settings.spare_state else 0
+        assert len(idle) == beyond, f"{sorted(idle)} are on standby, of {generation.nodes}"
+    else:
+        assert not idle
 
 
 class Store:
@@ -117,7 +130,7 @@ class Store:
         assert not set(generation.ids) & set(generation.leaving), "a worker leaves and stays"
         # It may have been lowered, and those that were told to leave may be taken back.
         there = {node_of(one) for one in (*former.ids, *former.leaving)} if former else set()
-        most = max(world.settings.max_nodes, len(there))
+        most = max(world.settings.most_nodes, len(there))
         draining = {name for name, (doc, _) in self.docs.items() if doc.draining}
         assert len(set(generation.nodes) - draining) <= most, "more nodes than the maximum"
         # Whoever could not reach the store believes in absences a lease later only.
@@ -127,6 +140,7 @@ class Store:
         for name in generation.nodes:
             gone_s = world.now_s - self.expired_s.get(name, world.now_s)
             assert gone_s < doubt_s + 1.0, f"{name} has been gone for {gone_s:.3f} s"
+        check_standby(generation, world.settings)
         self.check_plan(generation)
         self.announced.append(generation)
         for worker in set(generation.streak.replaced).difference(self.holders_besides):

@@ -39,6 +39,7 @@ class Case:
     faults: int = 0
     elastic: bool = True
     spares: int = 0
+    spare_state: bool = False
     servers: int = 1
 
 
@@ -63,6 +64,7 @@ class World:
             min_nodes=case.min_nodes,
             max_nodes=case.max_nodes,
             spares=case.spares,
+            spare_state=case.spare_state,
             max_restarts=case.max_restarts,
             last_call_s=1.0,
             join_s=20.0,

@@ -45,6 +45,7 @@ def make_case(seed: int) -> Case:
         steps=rng.choice([8, 1000]),
         faults=rng.choice([1, 2, 3, 5]),
         spares=spares,
+        spare_state=spares > 0 and random.Random(f"spare state {seed}").random() < 0.5,
     )
 
 

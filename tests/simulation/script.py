@@ -86,7 +86,9 @@ class Framework:
     def compute(self) -> None:
         """Computes this member's part of the gradient, and sums it over the members."""
         member, step = self.member, self.step
-        own = sum(sample_gradient(step, sample) for sample in range(member.rank, N_SAMPLES, member.size))
+        generation = member.generation
+        share = range(member.rank, N_SAMPLES, len(generation.working))
+        own = sum(sample_gradient(step, sample) for sample in share if self.worker.id not in generation.standby)
         self.flat.fill_(own)
         self.worker.pass_step()
         if not self.worker.world.native:

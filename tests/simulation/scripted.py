@@ -308,6 +308,7 @@ class Scenario:
     steps: int = 20
     elastic: bool = True
     spares: int = 0
+    spare_state: bool = False
     shows_all: bool = False
 
     def play(self) -> Played:
@@ -322,6 +323,7 @@ class Scenario:
             steps=self.steps,
             elastic=self.elastic,
             spares=self.spares,
+            spare_state=self.spare_state,
         )
         world = Script(case, self.faults)
         world.run(START_S + END_S)
@@ -336,6 +338,7 @@ class Scenario:
         case = played.world.case
         size = f"{case.nodes} nodes of {case.slots} workers, {case.min_nodes} to {case.max_nodes} nodes"
         size += f", --spares {case.spares}" if case.spares else ""
+        size += ", --spare-state" if case.spare_state else ""
         restarts = "" if case.max_restarts is None else f", --max-restarts {case.max_restarts}"
         events: list[Event] = played.world.events
         start = ""

@@ -36,6 +36,7 @@ def make_case(seed: int) -> Case:
         faults=rng.choice([0, 1, 2, 4, 8]),
         elastic=rng.random() < 0.85,
         spares=spares,
+        spare_state=spares > 0 and random.Random(f"spare state {seed}").random() < 0.5,
     )
 
 
@@ -67,6 +68,7 @@ def check_that_it_goes_on(world: World) -> None:
     over = (SlotState.GIVEN_UP, SlotState.LEFT)
     for node in agents:
         in_place = node.name in generation.nodes or len(generation.nodes) < world.settings.max_nodes
+        in_place = in_place or (world.settings.spare_state and node.name in store.spares)
         for slot in node.life.slots:
             if in_place and not (slot.state in over or slot.state.leaving or node.life.ending.draining):
                 assert slot.worker in members, f"{slot.worker or node.name} is no member"

@@ -145,6 +145,8 @@ def generation_text(before: Generation | None, after: Generation) -> str:
         lost = [one for one in before.ids if one not in (*after.ids, *after.leaving)]
         joiners = [one for one in after.ids if one not in before.ids]
         changes += [f"{what} {', '.join(ids)}" for what, ids in (("without", lost), ("joiners", joiners)) if ids]
+    if after.standby:
+        changes.append(f"standby {', '.join(after.standby)}")
     if after.leaving:
         changes.append(f"leaving {', '.join(after.leaving)}")
     if after.streak.resets and after.aborts_step_before == after.number:

@@ -279,6 +279,13 @@ class TestCommandLine:
         for flags in (["--standalone"], ["--nnodes=2", "--node-rank=0"]):
             with pytest.raises(UsageError, match="--spares=1 needs --rdzv-endpoint=HOST:PORT"):
                 parse("--spares=1", *flags, "t.py")
+        assert not found.rendezvous.spare_state
+        assert parse("--spares=1", "--spare-state", "--rdzv-endpoint=h", "t.py").rendezvous.spare_state
+        with pytest.raises(UsageError, match="--spare-state is about the spares of a job, and this one has none: give"):
+            parse("--spare-state", "--rdzv-endpoint=h", "t.py")
+        monkeypatch.setenv("ELAUNCH_SPARE_STATE", "1")
+        found = parse("--spares=1", "--rdzv-endpoint=h", "t.py")
+        assert ("--spare-state", "1") in settings_for_all(found, {}), "all nodes must have it"
         monkeypatch.setenv("ELAUNCH_SPARES", "2")
         assert parse("--rdzv-endpoint=h", "--nnodes=2", "t.py").rendezvous.spares == 2
 

@@ -395,6 +395,16 @@ class TestStatus:
         assert values["spares"] == {"wanted": 2, "nodes": ["c", "d"], "ready": ["c"]}
         assert [one["remark"] for one in values["nodes"]] == ["", "", "spare, ready", "spare, starts", "waits"]
 
+    def test_spares_that_hold_the_state_are_told_from_those_that_get_it(self) -> None:
+        config, workers = JobConfig(2, 2, None, spares=2), (*GENERATION.workers, Worker("c/0#0", "c", 0))
+        generation = replace(GENERATION, workers=workers, standby=("c/0#0",))
+        for state, remark, ready in ((READY, "spare, gets the state", []), (MEMBER, "spare, holds the state", ["c"])):
+            found = Documents((A, B, node("c", 0, state)), generation, config=config, spares=("c",))
+            assert f"spares: {len(ready)} of 2 ready" in describe(found, NOW_T)
+            values = as_values(found, "x", "h:1", NOW_T)
+            assert values["spares"] == {"wanted": 2, "nodes": ["c"], "ready": ready}
+            assert [one["remark"] for one in values["nodes"]] == ["", "", remark]
+
     def test_copies_that_are_behind_are_told(self) -> None:
         told = [describe(replace(TRAINING, status=replace(STATUS, copy_lag=lag)), NOW_T) for lag in (None, 0, 1, 12)]
         found = [re.findall("copies of the state: (.*)", one) for one in told]

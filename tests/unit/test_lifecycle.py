@@ -525,6 +525,18 @@ class TestReplacement:
         assert node.life.on_spares(("a",), NOW_S) == [], "nothing is new"
         assert [type(one) for one in node.train("a/0#1", "a/1#1")].count(Tell) == 2
 
+    def test_a_spare_with_the_state_takes_part_and_the_line_on_a_change_counts_it_apart(self) -> None:
+        node = Node(max_nodes=1)
+        node.life.settings = replace(node.life.settings, spare_state=True)
+        node.train("b/0#0")
+        (worker,) = started(node.does(node.life.on_spares(("a",), NOW_S)))
+        assert "this node is a spare: its workers start, register, and follow each step until" in said(node.actions)
+        node.ready(worker)
+        node.train("b/0#0", worker, standby=(worker,), cause="it joins")
+        assert said(node.actions) == "it joins; 1 worker goes on, and 1 of spares with it"
+        node.train(worker, cause="b was lost")
+        assert said(node.actions) == "b was lost; 1 worker goes on"
+
     def test_so_does_one_that_hears_of_it_later_and_it_starts_them_again_when_they_die(self) -> None:
         node = Node(max_nodes=1)
         assert said(node.train("b/0#0")) == "this node waits as a spare: the job has its 1 node"

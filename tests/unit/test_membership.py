@@ -272,7 +272,7 @@ def test_a_required_field_may_not_be_left_out() -> None:
 
 def test_a_rank_is_a_position_in_the_generation() -> None:
     assert GENERATION.ids == ("a/0#0", "b/0#0", "a/1#2")
-    assert [GENERATION.rank(worker) for worker in GENERATION.ids] == [0, 1, 2]
+    assert [GENERATION.ranks[worker] for worker in GENERATION.ids] == [0, 1, 2]
     assert GENERATION.nodes == ("a", "b")
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elaunch.rendezvous.codec import from_json, to_json
 from elaunch.rendezvous.decide import MembershipSettings, View, decide, to_leave
-from elaunch.rendezvous.membership import Generation, GenerationStage, NodeDoc, Worker
-from elaunch.rendezvous.rules.spares import held, n_ready, placed
+from elaunch.rendezvous.membership import Generation, GenerationStage, NodeDoc, Worker, node_of
+from elaunch.rendezvous.rules.spares import all_spares, held, in_order, n_ready, placed
 from tests.unit.test_decide import (
     MEMBER,
     NOTHING,
@@ -169,6 +170,129 @@ class TestPlaces:
                 for rank, one in enumerate(before)
                 if one.node in gone
             )
+
+
+STATE = replace(SETTINGS, spare_state=True)
+TWO_STATES = replace(TWO, spare_state=True)
+D_HOLDS, E_HOLDS = (node(name, MEMBER, MEMBER) for name in "de")
+FOUR = replace(train(*THREE.ids, "d/0#0", "d/1#0"), standby=("d/0#0", "d/1#0"))
+FIVE = replace(train(*FOUR.ids, "e/0#0", "e/1#0"), standby=(*FOUR.standby, "e/0#0", "e/1#0"))
+
+
+class TestSparesThatHoldTheState:
+    def test_a_spare_joins_at_a_step_boundary_as_a_member_on_standby(self) -> None:
+        after = announced(ask(THREE, A, B, C, D, settings=STATE))
+        assert (after.ids, after.standby) == (FOUR.ids, FOUR.standby)
+        assert after.working == THREE.ids
+        assert after.aborts_step_before == THREE.aborts_step_before, "no step is interrupted for it"
+        assert ask(FOUR, A, B, C, D_HOLDS, node("e", READY, READY), settings=STATE).generation is None, "one is wanted"
+
+    def test_it_has_the_places_of_a_lost_node_in_the_generation_without_it_and_nobody_joins(self) -> None:
+        after = announced(ask(FOUR, A, C, D_HOLDS, settings=STATE))
+        assert after.ids == ("a/0#0", "a/1#0", "d/0#0", "d/1#0", "c/0#0", "c/1#0")
+        assert (after.standby, after.hold) == ((), False)
+        assert after.cause == "node b was lost; d/0#0, d/1#0 take over"
+
+    def test_it_comes_before_one_that_joins_also_where_the_lost_node_is_back(self) -> None:
+        for late in (node("e", READY, READY), node("b", READY, READY)):
+            before = replace(FOUR, workers=tuple(replace(one, id=f"{one.id[:-1]}7") for one in FOUR.workers))
+            before = replace(before, standby=tuple(f"{one[:-1]}7" for one in FOUR.standby))
+            docs = [
+                replace(doc, workers=tuple(replace(one, id=f"{one.id[:-1]}7") for one in doc.workers))
+                for doc in (A, C, D_HOLDS)
+            ]
+            after = announced(ask(before, *docs, late, settings=STATE))
+            assert after.nodes == ("a", "d", "c", late.node)
+            assert {node_of(one) for one in after.standby} == {late.node}
+
+    def test_a_node_that_drains_leaves_at_once_and_the_spare_has_its_ranks(self) -> None:
+        after = announced(ask(FOUR, A, node("b", MEMBER, MEMBER, draining=True, joined=5), C, D_HOLDS, settings=STATE))
+        assert (after.nodes, after.leaving, after.standby) == (("a", "d", "c"), ("b/0#0", "b/1#0"), ())
+        assert after.aborts_step_before == FOUR.aborts_step_before
+
+    def test_of_two_spares_the_first_takes_over_and_the_other_stays_the_last(self) -> None:
+        after = announced(ask(FIVE, A, C, D_HOLDS, E_HOLDS, settings=TWO_STATES))
+        assert (after.nodes, after.standby) == (("a", "d", "c", "e"), ("e/0#0", "e/1#0"))
+        after = announced(ask(FIVE, B, D_HOLDS, E_HOLDS, settings=TWO_STATES))
+        assert (after.nodes, after.standby) == (("d", "b", "e"), ())
+
+    def test_whoever_works_keeps_rank_where_a_worker_of_the_spare_dies_and_comes_back(self) -> None:
+        after = announced(ask(FOUR, A, B, C, node("d", MEMBER, None), settings=STATE))
+        assert (after.working, after.standby) == (FOUR.working, ("d/0#0",))
+        back = node("d", MEMBER, READY)
+        again = announced(ask(after, A, B, C, back, settings=STATE))
+        assert (again.working, again.standby) == (FOUR.working, FOUR.standby)
+
+    def test_a_worker_that_comes_back_to_its_node_works_before_the_spare(self) -> None:
+        without = announced(ask(FOUR, A, node("b", MEMBER, None), C, D_HOLDS, settings=STATE))
+        assert without.nodes == ("a", "b", "c", "d"), "one of b works on, so the spare takes no place"
+        again = announced(ask(without, A, node("b", MEMBER, READY), C, D_HOLDS, settings=STATE))
+        assert again.ids == (*without.working, "b/1#0", *FOUR.standby)
+
+    def test_after_a_resize_others_work(self) -> None:
+        after = announced(ask(FOUR, A, B, C, D_HOLDS, settings=replace(STATE, max_nodes=4)))
+        assert (after.ids, after.standby) == (FOUR.ids, ())
+        fewer = replace(STATE, min_nodes=1, max_nodes=2)
+        after = announced(ask(FOUR, A, B, C, D_HOLDS, settings=fewer))
+        assert {node_of(one) for one in after.standby} == {"c", "d"}
+        assert to_leave(view(after, A, B, C, D_HOLDS), fewer, (), NOTHING).keys() == {"d"}
+
+    def test_the_spares_that_lead_the_job_first_leave_it(self) -> None:
+        after = replace(train("c/0#0", "b/0#0", "a/0#0"), standby=("a/0#0",))
+        docs = [node(name, MEMBER) for name in "abc"]
+        fewer = replace(STATE, min_nodes=1, max_nodes=1)
+        assert to_leave(view(after, *docs), fewer, (), NOTHING).keys() == {"a"}
+
+    def test_those_on_standby_are_spares_and_make_room_for_no_more(self) -> None:
+        assert all_spares(view(FOUR, A, B, C, D_HOLDS, node("e")), TWO_STATES) == ("d", "e")
+        assert all_spares(view(FIVE, A, B, C, D_HOLDS, E_HOLDS, node("f")), TWO_STATES) == ("d", "e")
+
+    def test_a_sick_node_leaves_for_a_spare_on_standby_and_a_sick_spare_itself(self) -> None:
+        sick = node("c", MEMBER, MEMBER, sick="GPU 3")
+        assert to_leave(view(FOUR, A, B, sick, D_HOLDS), STATE, (), NOTHING) == {"c": "GPU 3"}
+        sick = node("d", MEMBER, MEMBER, sick="GPU 3")
+        assert to_leave(view(FOUR, A, B, C, sick), STATE, (), NOTHING) == {"d": "GPU 3"}
+
+    def test_documents_without_it_can_be_read(self) -> None:
+        assert from_json(Generation, to_json(FOUR)) == FOUR
+        assert from_json(Generation, to_json(FOUR).replace(b',"standby":["d/0#0","d/1#0"]', b"")).standby == ()
+
+    @repeatable
+    @given(st.data())
+    def test_whole_nodes_are_on_standby_and_none_while_a_place_is_empty(self, data: st.DataObject) -> None:
+        settings = MembershipSettings(
+            max_nodes=data.draw(st.integers(1, 3)), spares=data.draw(st.integers(0, 2)), spare_state=True
+        )
+        n_nodes, slots = data.draw(st.integers(1, settings.most_nodes)), data.draw(st.integers(1, 2))
+        names = [f"n{number}" for number in range(n_nodes)]
+        before, standby = in_order(workers(*names, slots=slots), settings)
+        gone = data.draw(st.sets(st.sampled_from(names)))
+        fresh = [f"s{number}" for number in range(data.draw(st.integers(0, settings.most_nodes - n_nodes + len(gone))))]
+        fresh += (
+            sorted(gone)[: settings.most_nodes - (n_nodes - len(gone)) - len(fresh)] if data.draw(st.booleans()) else []
+        )
+        joiners = tuple(replace(one, id=one.id.replace("#0", "#1")) for one in workers(*fresh, slots=slots))
+        survivors = tuple(one for one in before if one.node not in gone)
+        after, idle = in_order(placed(before, survivors, joiners, standby), settings)
+        assert sorted(one.id for one in after) == sorted(one.id for one in (*survivors, *joiners))
+        assert idle == tuple(one.id for one in after)[len(after) - len(idle) :], "they are last"
+        working = list(dict.fromkeys(one.node for one in after if one.id not in idle))
+        assert not set(working) & {node_of(one) for one in idle}, "whole nodes"
+        total = len({one.node for one in after})
+        assert len(working) == min(total, settings.max_nodes), "no place is empty while somebody is on standby"
+        stood_by = [node for node in dict.fromkeys(map(node_of, standby)) if node not in gone]
+        waiting = {node_of(one) for one in idle}
+        newly = [name for name in working if name in fresh]
+        assert not newly or not waiting & set(stood_by), "who has the state comes first"
+        n_lost = sum(name in gone for name in dict.fromkeys(one.node for one in before if one.id not in standby))
+        if len(stood_by) >= n_lost:
+            ranks = {one.id: rank for rank, one in enumerate(after)}
+            assert all(
+                ranks[one.id] == rank
+                for rank, one in enumerate(before)
+                if one.id not in standby and one.node not in gone
+            ), "whoever works on keeps the rank"
+        assert in_order(placed(after, after, (), idle), settings) == (after, idle), "nothing is left to change"
 
 
 def test_the_rule_wakes_for_a_spare_as_for_anybody() -> None:

@@ -172,9 +172,7 @@ class Lifecycle:
                 )
             )
         elif generation.cause != "start" and generation.workers:
-            n_workers = len(generation.workers)
-            going = "1 worker goes on" if n_workers == 1 else f"{n_workers} workers go on"
-            actions.append(Say(f"{generation.cause}; {going}"))
+            actions.append(Say(f"{generation.cause}; {self.standby.going_on(generation)}"))
         actions.extend(self._warm(self.workers.admitted))
         draining, here = self.ending.draining, self.settings.node in generation.node_set
         if draining and not generation.workers:

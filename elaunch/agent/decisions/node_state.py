@@ -24,7 +24,8 @@ TOGETHER_S = 1.0  # deaths on a node that come within this time have one cause
 class NodeSettings:
     """What the lifecycle needs to know of the command line. Times in seconds.
 
-    `left_code` is the exit code of a node that has left a job which goes on.
+    `left_code` is the exit code of a node that has left a job which goes on; `spare_state` says whether spares hold the
+    state.
     """
 
     node: str
@@ -40,6 +41,7 @@ class NodeSettings:
     warm_start: bool = False
     register_s: float = 900.0
     left_code: int = 0
+    spare_state: bool = False
 
     @property
     def is_alone(self) -> bool:
@@ -138,8 +140,15 @@ class Standby:
             return []
         is_new, self.spares = settings.node in set(nodes) - set(self.spares), nodes
         self.told = self.told or is_new
-        text = "this node is a spare: its workers start, register, and wait until a node of the job is lost or leaves"
-        return [Log("spares", nodes), *([Say(text)] if is_new else [])]
+        text = "this node is a spare: its workers start, register, and "
+        text += "follow each step" if settings.spare_state else "wait"
+        return [Log("spares", nodes), *([Say(f"{text} until a node of the job is lost or leaves")] if is_new else [])]
+
+    def going_on(self, generation: Generation) -> str:
+        """Returns how many workers go on, in words."""
+        working, idle = len(generation.working), len(generation.standby)
+        going = "1 worker goes on" if working == 1 else f"{working} workers go on"
+        return f"{going}, and {idle} of spares with {'it' if working == 1 else 'them'}" if idle else going
 
     def wait(self, settings: NodeSettings, once: bool = False) -> list[Say]:
         """Says that this node is a spare that starts no workers."""

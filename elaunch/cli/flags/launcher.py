@@ -11,6 +11,7 @@ from elaunch.cli.rendezvous.keys import conf_keys
 from elaunch.detect import hang
 from elaunch.policy import collectives
 from elaunch.policy import settings as policies
+from elaunch.rendezvous.rules.spares import STATE_FLAG, STATE_VARIABLE
 from elaunch.rendezvous.security.secret import LINK_ENCRYPTION
 
 NO_ID = "none"
@@ -68,6 +69,13 @@ def _add_job(p: FlagParser) -> None:
         metavar="N",
         help="nodes beyond the maximum of --nnodes whose workers start and wait, so that they take the place of a lost "
         "node at once; not for static rendezvous",
+    )
+    p.own(
+        STATE_FLAG,
+        STATE_VARIABLE,
+        action="store_true",
+        help="the workers of spares hold the state, and take part in each step, so that none is moved when a node is "
+        "lost; for scripts that use elaunch.init()",
     )
     p.flag("--standalone", action="store_true", default=False, help="one node, with a rendezvous of its own")
     p.flag(

@@ -10,6 +10,7 @@ from elaunch.agent.launch import is_free_here
 from elaunch.cli.rendezvous import slurm
 from elaunch.errors import UsageError
 from elaunch.rendezvous.conf import CONNECT_S, ETCD_PORT, RendezvousConf, join_endpoint, parse_conf, parse_endpoint
+from elaunch.rendezvous.rules.spares import STATE_FLAG
 
 FOREIGN = "foreign"  # a rendezvous of somebody else's
 MOST_DOMAIN = 100  # characters; every worker of a generation has one
@@ -27,10 +28,12 @@ def read_rendezvous(args: argparse.Namespace, low: int, high: int) -> Rendezvous
             f"--spares={spares} needs --rdzv-endpoint=HOST:PORT of an etcd server, or --rdzv-backend=c10d: no node can "
             f"come to a {found.backend} rendezvous beside those of --nnodes={args.nnodes}"
         )
+    if args.spare_state and not spares:
+        raise UsageError(f"{STATE_FLAG} is about the spares of a job, and this one has none: give --spares=N, too")
     domain = args.failure_domain
     if len(domain) > MOST_DOMAIN or not domain.isprintable():
         raise UsageError(f"--failure-domain={domain[:80]!r}: expected at most {MOST_DOMAIN} printable characters")
-    return replace(found, spares=spares, failure_domain=domain)
+    return replace(found, spares=spares, spare_state=args.spare_state, failure_domain=domain)
 
 
 def _meeting(args: argparse.Namespace, low: int, high: int) -> RendezvousSettings:

@@ -70,7 +70,7 @@ def _slot(worker: Values, spares: Collection[str]) -> dict[str, Any]:
         "worker": name,
         "node": name.partition("/")[0],
         "rank": worker["rank"],
-        "state": "spare" if state == "starting" and name.partition("/")[0] in spares else state,
+        "state": "spare" if state in ("starting", "member") and name.partition("/")[0] in spares else state,
         "pid": None,
         "since_t": None,
         "ended_t": None,

@@ -69,7 +69,7 @@ class SlotHistory:
             "worker": self.worker,
             "node": self.node,
             "rank": self.rank,
-            "state": "spare" if is_spare and self.state == "starting" else self.state,
+            "state": "spare" if is_spare and self.state in ("starting", "member") else self.state,
             "pid": self.pid,
             "since_t": self.since_t,
             "ended_t": self.ended_t,
