@@ -29,8 +29,13 @@ class BaseJob:
 
     @property
     def size(self) -> int:
-        """Returns the number of members of the present generation."""
+        """Returns the number of members of the present generation, spares that hold the state among them."""
         return self._member.size
+
+    @property
+    def standby(self) -> bool:
+        """Returns whether this worker is of a spare that holds the state (--spare-state): its samples do not count."""
+        return self._member.joined and self.worker in self._member.generation.standby
 
     @property
     def generation(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elaunch.errors import StateError
+from elaunch.rendezvous.rules.spares import STATE_FLAG, STATE_VARIABLE
 from elaunch.workers.comm.process_group import ElasticProcessGroup
 
 _FSDP = "torch.distributed.fsdp"
@@ -73,6 +75,22 @@ def _distributor(module: nn.Module) -> str:
         return "DistributedDataParallel"
     sharded = any(kind.__module__.startswith(_FSDP) for kind in type(module).__mro__)
     return "FSDP" if sharded else ""
+
+
+def refuse_spare_state(what: str) -> None:
+    """Refuses a kind of job whose workers cannot be members without samples of their own.
+
+    Args:
+        what: how the message names the kind.
+
+    Raises:
+        StateError: the spares of the job are to hold the state.
+    """
+    if os.environ.get(STATE_VARIABLE) == "1":
+        raise StateError(
+            f"{STATE_FLAG} works with elaunch.init() only, and this script uses {what}: start the job with --spares "
+            f"alone; a spare then receives the state when it takes a place"
+        )
 
 
 def refuse_sparse(model: nn.Module, whose: str = "the model") -> None:

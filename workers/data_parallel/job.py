@@ -294,7 +294,7 @@ class Job(BaseJob):
         share = self._begin_step(layout)
         loader.begin(self.step, share.micro_batches)
         step = self._in_flight
-        usual = layout.usual_samples(self._member.size)
+        usual = layout.usual_samples(len(self._member.generation.working))
         self._reducer.begin(self._member.group, usual / layout.global_batch_size, self._member.native.current)
         self._read_own_time()  # of the step before, whose end the device may not have come to at its commit
         if self._member.selector is not None and self._member.selector.measures():
@@ -470,7 +470,7 @@ class Job(BaseJob):
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
         """Chooses how the micro-batches are shared out, or leaves it to the first step."""
-        return self._plans.decide(self._feed.layout if self._feed is not None else None, group, verdict)
+        return self._plans.decide(self._feed.layout if self._feed is not None else None, generation, group, verdict)
 
     def transfer(self, group: Group, verdict: Verdict) -> int:
         """Brings the state to those that lack it, from memory or from a checkpoint."""

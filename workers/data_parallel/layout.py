@@ -98,10 +98,10 @@ class Share:
     def of(cls, plan: Plan, worker: str) -> Share:
         """Returns the share of a worker by a plan.
 
-        A worker without units computes a micro-batch that does not count, so that the script's own code between
-        backward and step (clipping, logging) runs alike on all members.
+        A worker without units, or without a place in the plan, computes a micro-batch that does not count, so that the
+        script's own code between backward and step (clipping, logging) runs alike on all members.
         """
-        units = units_of(plan, worker)
+        units = units_of(plan, worker) if worker in plan.workers else range(0)
         own = [run for tile in plan.tiles_of(worker) for (run,) in plan.tiles[tile].micro_batches]
         micro_batches = tuple(own or [plan.unit(0)])
         return cls(units, micro_batches, coverage_of(units), coverage_of(range(plan.n_units)))

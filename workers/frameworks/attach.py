@@ -13,6 +13,7 @@ from elaunch.rendezvous.membership import Generation
 from elaunch.workers import agent_client
 from elaunch.workers.comm.group import Group
 from elaunch.workers.hooks import Hooks, Verdict, Vote
+from elaunch.workers.refusals import refuse_spare_state
 from elaunch.workers.runtime import Member
 
 # torch.distributed.checkpoint is imported by jobs that have checkpoints only.
@@ -169,9 +170,11 @@ def attach(hooks: Hooks, *, copies: int = 0) -> Member:
 
     Raises:
         JobFailed: the agent, or under torchrun the store, does not answer.
+        StateError: the job was started with --spare-state.
         UsageError: there are other copies than 0 or 1; or the job was started with --checkpoint-dir, or has copies, and
             the hooks have no `hold`.
     """
+    refuse_spare_state("elaunch.attach()")
     folder = os.environ.get(FOLDER)
     if copies not in (0, 1):
         raise UsageError(f"elaunch.attach(copies={copies}): expected 0 or 1")

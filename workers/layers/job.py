@@ -46,6 +46,7 @@ from elaunch.workers.layers.timing import Stopwatch
 from elaunch.workers.member.replans import ReplanCall, asked
 from elaunch.workers.moments import host_clock_t
 from elaunch.workers.recovery import CONNECT_TIMEOUT_S
+from elaunch.workers.refusals import refuse_spare_state
 from elaunch.workers.replicas import ReplicasDiffer
 from elaunch.workers.runtime import Member
 
@@ -401,5 +402,7 @@ def hybrid() -> HybridJob:
 
     Raises:
         JobFailed: the agent, or under torchrun the store, does not answer.
+        StateError: the job was started with --spare-state.
     """
+    refuse_spare_state("elaunch.hybrid()")
     return HybridJob(agent_client.connect())

@@ -11,6 +11,7 @@ from typing import Any
 from elaunch.errors import UsageError
 from elaunch.workers.reentry.run import Reentry, Reset
 from elaunch.workers.reentry.state import ElasticState
+from elaunch.workers.refusals import refuse_spare_state
 
 
 def elastic(function: Callable[..., Any] | None = None, *, every: int = 1, reset: Reset | Sequence[Reset] = ()) -> Any:
@@ -34,7 +35,7 @@ def elastic(function: Callable[..., Any] | None = None, *, every: int = 1, reset
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return Reentry(every, resets).run(lambda state: function(state, *args, **kwargs))
+            return _begin(every, resets).run(lambda state: function(state, *args, **kwargs))
 
         return call
 
@@ -69,7 +70,7 @@ class Elastic:
         Raises:
             UsageError: the body of the loop has no `with state:`, or `break` left it while the members changed.
         """
-        reentry = Reentry(self._every, self._resets)
+        reentry = _begin(self._every, self._resets)
         reentry.join()
         while not reentry.over:
             entries, entry = reentry.entry, ElasticState(reentry, {})
@@ -83,6 +84,11 @@ class Elastic:
                 raise
             if reentry.entry == entries:
                 raise UsageError("the body of a loop over elaunch.Elastic() is one block: with state: ...")
+
+
+def _begin(every: int, resets: Sequence[Reset]) -> Reentry:
+    refuse_spare_state("an elastic function")
+    return Reentry(every, resets)
 
 
 def _listed(reset: Reset | Sequence[Reset]) -> Sequence[Reset]:
