@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ class Worked:
         self.member: Any = SimpleNamespace(
             worker=worker, selector=selector, elastic=False, rank=1, generation=generation(A), send=print
         )
-        self.plans = Plans(self.member, lambda: 0)
+        self.plans = Plans(cast(Any, self.member), lambda: 0)
 
     def enters(self, after: Generation, choice: bytes = b"") -> tuple[dict[str, Any], Share, bytes]:
         told: list[bytes] = []
@@ -131,7 +131,7 @@ def test_a_micro_batch_that_does_not_count_adds_nothing_even_where_it_is_not_fin
     buckets.zero()
     buckets.weight = 0.0
     buckets.arm()
-    (parameter * value).sum().backward()  # type: ignore[no-untyped-call]
+    (parameter * value).sum().backward()
     buckets.flush()
     assert all(torch.equal(flat, torch.zeros(3)) for flat in buckets.flats)
 
