@@ -1,4 +1,4 @@
-"""A node is lost from a job of three: a spare that is held ready, one that waits without workers, and one that comes.
+"""A node is lost from a job of three: a spare with the state, one held ready, one without workers, and one that comes.
 
     python benchmarks/spares.py --quick
     python benchmarks/spares.py --json spares.json
@@ -51,10 +51,20 @@ class Kind:
 
 
 KINDS = (
+    Kind(
+        "state",
+        "a spare that holds the state (--spares=1 --spare-state)",
+        (f"--nnodes={NODES}", "--spares=1", "--spare-state"),
+        True,
+    ),
     Kind("ready", "a spare, held ready (--spares=1)", (f"--nnodes={NODES}", "--spares=1"), True),
     Kind("waits", "a node that waits, without workers", (f"--nnodes=1:{NODES}",), True),
     Kind("comes", "a node that is started at the loss", (f"--nnodes=1:{NODES}",), False),
 )
+
+
+MARKS = {"state": "(spare, holds the state)", "ready": "(spare, ready)"}
+"""What `elaunch ctl status` says of the node beyond those of the job, where its workers run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +133,7 @@ class NodesJob(Job):
         """Returns when the node beyond those of the job is there: with its workers ready where it is a spare."""
         self.start_node()
         name = f"n{self._started - 1}"
-        mark = "(spare, ready)" if self.kind.key == "ready" else "(waits)"
+        mark = MARKS.get(self.kind.key, "(waits)")
 
         def there() -> bool:
             said = ask_job(
@@ -133,10 +143,19 @@ class NodesJob(Job):
 
         self.wait(there, f"{name} to be {mark}", LIMIT_S)
 
-    def members(self) -> list[str]:
-        """The nodes of the generation that trains."""
+    def wait_with_standby(self) -> None:
+        """Returns once the node on standby has taken part in some steps."""
+
+        def there() -> bool:
+            last = self.commits()[-SETTLE_STEPS:]
+            return all(commit.members == NODES + 1 for commit in last)
+
+        self.wait(there, f"{SETTLE_STEPS} steps with the spare", LIMIT_S)
+
+    def working(self) -> list[str]:
+        """The nodes of the generation that trains, but for those on standby."""
         last = next(line for line in reversed(self.lines) if line["kind"] == "generation" and line["stage"] == "train")
-        return [worker.partition("/")[0] for worker in last["workers"]]
+        return [worker.partition("/")[0] for worker in last["workers"] if worker not in last.get("standby", ())]
 
     def lose(self, node: str) -> float:
         """Ends an agent and its worker as the loss of their machine would; returns the Unix time."""
@@ -169,24 +188,28 @@ def measure(kind: Kind, shares_gpu: bool, count: int, chance: random.Random, fol
         for number in range(count):
             if kind.waits:
                 job.wait_for_one_more()
+            if kind.key == "state":
+                job.wait_with_standby()
             step_s = median_steps(job.commits())[NODES]
             time.sleep(1.0 + chance.uniform(0.0, step_s))
             job.read()
             generation = job.commits()[-1].generation
-            lost_t = job.lose(chance.choice(job.members()))
+            lost_t = job.lose(chance.choice(job.working()))
             if not kind.waits:
                 job.start_node()
             job.settle(generation)
             losses.append(loss_of(job.commits(), lost_t))
             found = losses[-1]
             say(f"  {number + 1}/{count}: {found.next_commit_s:.3f} s, whole after {found.whole_s:.3f} s")
-        step_s = median_steps(job.commits())[NODES]
+        steps_s = median_steps(job.commits())
+        step_s = steps_s[NODES]
     first, whole = spread(one.next_commit_s for one in losses), spread(one.whole_s for one in losses)
     report.row(
         {
             "a node is lost": kind.name,
             "losses": count,
             "step_ms": 1e3 * step_s,
+            "step_with_standby_ms": 1e3 * steps_s[NODES + 1] if NODES + 1 in steps_s else None,
             "next_commit_median_ms": 1e3 * first.median,
             "next_commit_worst_ms": 1e3 * first.worst,
             "whole_median_ms": 1e3 * whole.median,
@@ -194,9 +217,9 @@ def measure(kind: Kind, shares_gpu: bool, count: int, chance: random.Random, fol
             "steps_by_fewer": sum(one.fewer for one in losses) / count,
         }
     )
-    if kind.key != "ready":
+    if kind.key not in MARKS:
         return
-    report.target("steps by fewer workers with a spare", sum(one.fewer for one in losses), "steps", at_most=0)
+    report.target(f"steps by fewer workers with {kind.name}", sum(one.fewer for one in losses), "steps", at_most=0)
     if shares_gpu:
         report.target("loss -> as many workers again, worst", whole.worst, "s", below=3.0)
     else:
@@ -212,7 +235,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     add_device(parser)
-    parser.add_argument("--kind", choices=[kind.key for kind in KINDS], help="one of the three alone")
+    parser.add_argument("--kind", choices=[kind.key for kind in KINDS], help="one of the four alone")
     parser.add_argument("--losses", type=int, help="of each kind (default 8, quick 1)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and nodes")
     parser.add_argument("--limit-s", type=int, default=280, help="the most that the whole benchmark may take")
