@@ -356,6 +356,22 @@ def a_draining_node_is_replaced_by_a_spare(played: Played) -> None:
     assert played.world.nodes["n1"].exit.code == 0  # type: ignore[union-attr]
 
 
+def a_spare_that_holds_the_state_takes_the_place_of_a_lost_machine(played: Played) -> None:
+    check_whole(played, members=4)
+    _, joined, after, *_ = played.training
+    assert (joined.nodes, joined.standby) == (("n0", "n1", "n2", "n3"), ("n3/0#1",))
+    assert not is_urgent(joined)
+    assert lost(joined, after) == {"n1/0#0"}
+    assert (after.ids, after.standby) == (("n0/0#0", "n3/0#1", "n2/0#0"), ())
+    assert is_urgent(after)
+    assert played.t_s("n3/0#1 receives") < played.t_s("FAULT"), "it has the state before"
+    assert not any(played.happens(f"{one} receives") for one in after.ids if one != "n3/0#1")
+    assert {number: len(who) for number, who in played.committed_in(9).items()} == {after.number: 3}
+    again, without, whole = played.training[3:]
+    assert (again.standby, without.standby, whole.standby) == (("n4/0#3",), (), ("n4/0#4",))
+    assert after.ids == again.working == without.working == whole.working, "whoever works keeps the rank"
+
+
 def a_plan_is_asked_for_and_a_worker_dies(played: Played) -> None:
     check_whole(played, members=3)
     first, asked, without, whole = played.training

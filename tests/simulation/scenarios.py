@@ -375,6 +375,23 @@ SCENARIOS = (
         faults=(at(4.0, drain("n1")),),
     ),
     Scenario(
+        "a_spare_that_holds_the_state_takes_the_place_of_a_lost_machine",
+        """
+        A machine is lost from a job of three nodes; its spare holds the state, and follows each step. Later another
+        machine comes, and its worker dies once it is a spare.
+        Look for generation 3, in which the spare becomes a member on standby, and receives the state; for generation 4,
+        in which it has the ranks of the lost ones, and nobody receives anything; and for step 9, done again by three.
+        """,
+        check.a_spare_that_holds_the_state_takes_the_place_of_a_lost_machine,
+        nodes=4,
+        slots=1,
+        min_nodes=3,
+        spares=1,
+        spare_state=True,
+        steps=40,
+        faults=(at(5.0, lose("n1")), at(8.0, start("n4")), at(13.0, kill("n4/0"))),
+    ),
+    Scenario(
         "a_plan_is_asked_for_and_a_worker_dies",
         """
         Somebody asks for another plan, and before the step boundary a worker is killed.
