@@ -100,7 +100,7 @@ class RendezvousSettings:
     @property
     def is_within(self) -> bool:
         """Returns whether the nodes meet at loopback addresses, so that all are on this machine."""
-        if self.backend == "standalone":
+        if not self.endpoint:
             return True
         return all(is_loopback(host) for host, _ in parse_endpoints(self.endpoint, self.backend))
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from elaunch.errors import LinkLost, ProtocolError
 from elaunch.rendezvous.membership import split_address
-from elaunch.rendezvous.security.contexts import make_context
-from elaunch.rendezvous.security.identity import NodeIdentity
+from elaunch.rendezvous.security.contexts import Contexts
+from elaunch.rendezvous.security.identity import NODE, NodeIdentity
 from elaunch.workers.comm import wire
 from elaunch.workers.comm.secure.security import LinkSecurity
 from elaunch.workers.comm.secure.sockets import CHUNK_BYTES, RECORD_BYTES, SecureSocket
@@ -232,7 +232,7 @@ def test_without_a_certificate_even_the_right_token_is_not_read(node: NodeIdenti
             end.sendall(hello)
             answer = end.recv(1000)
         assert answer == b""
-        with dial(a, make_context(node.files.authority, node.files.node, is_server=False)) as end:
+        with dial(a, Contexts(node.folder).get(is_server=False)) as end:
             end.sendall(hello)
             assert wire.read_ack(end.recv(1000)).worker == a.worker
 
@@ -266,7 +266,7 @@ def test_many_that_begin_and_say_no_more_keep_nobody_out() -> None:
 
 def test_a_certificate_that_is_gone_ends_a_dial_and_nothing_else(node: NodeIdentity) -> None:
     with crew(2, connected=False) as (a, b):
-        path = Path(node.files.node)
+        path = Path(node.folder) / NODE
         content = path.read_bytes()
         path.unlink()
         with pytest.raises(LinkLost, match="this worker's certificate cannot be read"):
