@@ -255,15 +255,16 @@ def react(life: Lifecycle, worker: str, message: Message) -> list[Action]:
 def note_lost_link(life: Lifecycle, worker: str, found: Unreachable, now_s: float) -> bool:
     """Has the lifecycle note what `worker` found out about a lost peer.
 
-    A peer on a silent machine that is to leave counts as dead: the others go on without it in any case, and it is no
-    member of the newest generation, whose nodes find out which of them cannot be reached. A worker that is to leave is
-    none either, so no decision on its node ends the step that the others wait for it in: all make their links anew.
+    A peer on a silent machine that is no member of the newest generation counts as dead: it was to leave, and the
+    others go on without it in any case; only members find out which of them cannot be reached. A worker that is to
+    leave is none either, so no decision on its node ends the step that the others wait for it in: all make their links
+    anew.
 
     Returns:
         Whether the other nodes are to be asked whether they can be reached.
     """
-    leaving = life.generation.leaving if life.generation is not None else ()
-    dead = found.refused or (found.silent and found.peer in leaving)
+    leaving, members = ((), {}) if life.generation is None else (life.generation.leaving, life.generation.ranks)
+    dead = found.refused or (found.silent and found.peer not in members)
     if not dead:
         life.on_broken(found.generation, worker, found.peer)
     asks = found.silent and not dead

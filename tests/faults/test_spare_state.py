@@ -115,6 +115,7 @@ def test_a_node_that_leaves_and_a_spare_that_dies_cost_no_state_either(
     cluster = Cluster(spawn, tmp_path, etcd, "2", "--steps", "100000", "--gather", "3", "--sleep", "0.01")
     for name in "ab":
         cluster.add(name, 2, *SPARE)
+    wait_for_members(cluster.nodes, 4)
     cluster.add("c", 2, *SPARE)
     idle = wait_for_standby(etcd, cluster.nodes, "c", 2)
     a, b, c = cluster.nodes

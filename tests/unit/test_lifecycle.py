@@ -956,6 +956,23 @@ class TestNodesOutOfReach:
         assert not note_lost_link(node.life, "a/0#0", found, node.now_s)
         assert node.life.doc().peers.unreachable == ("b/0#0",)
 
+    def test_for_a_silent_peer_whose_node_was_lost_as_it_left_the_step_begins_again(self) -> None:
+        """The newest generation does not name it any more, and interrupts no step: the worker would wait for ever."""
+        node = member_node()
+        node.train("a/0#0", leaving=("b/0#0",))
+        node.train("a/0#0", "c/0#0")
+        found = Unreachable(2, "b/0#0", refused=False, silent=True)
+        assert not note_lost_link(node.life, "a/0#0", found, node.now_s)
+        assert node.life.generation is not None
+        assert node.life.doc().peers.reset_generation == node.life.generation.number
+        assert node.life.doc().peers.unreachable == ()
+
+    def test_but_not_if_it_has_begun_again_without_that_peer(self) -> None:
+        node = member_node()
+        node.train("a/0#0", "c/0#0", aborts_step_before=node.number + 1)
+        assert not note_lost_link(node.life, "a/0#0", Unreachable(2, "b/0#0", refused=False, silent=True), node.now_s)
+        assert node.life.doc().peers.reset_generation == 0
+
     def test_other_nodes_are_asked_about_a_silent_member(self) -> None:
         node = member_node()
         assert note_lost_link(node.life, "a/0#0", Unreachable(2, "b/0#0", refused=False, silent=True), node.now_s)
