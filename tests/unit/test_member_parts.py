@@ -205,6 +205,18 @@ def test_a_planned_change_right_after_an_agreement_shows_nothing_of_a_step_that_
     assert report.told == (6, "a/0#0")
 
 
+def test_after_the_job_went_back_what_logs_had_of_its_steps_says_nothing_of_those_done_again() -> None:
+    client = Client()
+    report = StepReports(client)  # type: ignore[arg-type]
+    report.learn(13, 13, is_planned=False)
+    report.forget()
+    report.learn(12, 13, is_planned=True, first="a/0#0")  # somebody joins
+    report.tell(Team(0), 5, 12, 0.25, range(10))  # type: ignore[arg-type]
+    assert [one.fields["step"] for one in client.sent if isinstance(one, Report)] == [12]
+    report.learn(16, 17, is_planned=False)  # now it is of these
+    assert report.told == (16, "")
+
+
 def test_a_step_that_a_log_has_is_done_again_without_a_report() -> None:
     client = Client()
     report = StepReports(client)  # type: ignore[arg-type]

@@ -185,6 +185,7 @@ class StepReports:
         self._heir = ""  # who was to report the last step in the place of the first member
         self._gone: list[str] = []  # members that were lost since the last step, and may have reported it
         self._kept: dict[int, tuple[Tellers, dict[str, Any]]] = {}  # of steps in a row, with the fields
+        self._known = self._stale = 0  # the most that a generation may say of logs now; of steps that are done again
         self.last: dict[str, Any] | None = None
         self.told: Told | None = None
         self.logged = 0
@@ -212,6 +213,7 @@ class StepReports:
         self._gone, self._heir = [], ""
         self._kept.clear()
         self.logged = 0
+        self._stale = max(self._stale, self._known)
 
     def hear(self, logged: int) -> None:
         """Hears that so many steps stand in a log: their reports are kept no longer."""
@@ -243,12 +245,15 @@ class StepReports:
             steps: so many have committed.
             logged: so many are known to be in the log of a node (`Generation.logged`): maybe one more, which has
                 committed only on workers that died, and is done again as it was; or one less, where the members have
-                made the last one count in this agreement. Otherwise it is of steps before the job went back to a
-                checkpoint.
+                made the last one count in this agreement. Otherwise, and as long as it is no more than it could be
+                then, it is of steps before the job went back to a checkpoint.
             is_planned: nothing broke, so the first member reported the last step before it came to the agreement, but
                 where another one was to do so since an agreement that this one has come to, and maybe not all have.
             first: that member, which may leave now.
         """
+        self._known = max(logged, steps + 1)
+        if logged <= self._stale:
+            logged = 0
         if is_planned and steps and not self._heir:
             self.told = (steps - 1, "" if self.logged >= steps else first)
         if logged and logged - 1 in (steps - 1, steps):
