@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from elaunch.rendezvous.membership import Generation, GenerationStage, Worker, WorkerState, node_of
+from elaunch.rendezvous.membership import Generation, GenerationStage, NodeDoc, Worker, WorkerState, node_of
 from elaunch.rendezvous.view import MembershipSettings, View
 
 STATE_FLAG, STATE_VARIABLE = "--spare-state", "ELAUNCH_SPARE_STATE"
@@ -30,6 +30,7 @@ class HeldSpares:
 def held(view: View, settings: MembershipSettings) -> tuple[str, ...]:
     """Returns the nodes without a member that are to hold workers ready: first those that do, then by their order.
 
+    Nodes on which all workers have failed or finished come last, so that they keep no other node from being a spare.
     None before the job trains: only then is it known that its script uses elaunch.
 
     Args:
@@ -42,10 +43,14 @@ def held(view: View, settings: MembershipSettings) -> tuple[str, ...]:
     others = [
         doc for doc in view.nodes if doc.node not in generation.nodes and not doc.draining and not doc.departure.sick
     ]
-    others.sort(key=lambda doc: (not doc.workers, doc.rank, doc.order, doc.node))
+    others.sort(key=lambda doc: (not doc.workers, _is_over(doc), doc.rank, doc.order, doc.node))
     room = max(0, settings.max_nodes - len(generation.nodes))  # these join as soon as they can
     wanted = max(0, settings.spares - len(standby_nodes(generation)))
     return tuple(doc.node for doc in others[room : room + wanted])
+
+
+def _is_over(doc: NodeDoc) -> bool:
+    return bool(doc.summary.failed) or doc.summary.finished
 
 
 def all_spares(view: View, settings: MembershipSettings) -> tuple[str, ...]:
