@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from math import inf
 
 from elaunch.errors import UsageError
-from elaunch.rendezvous.security.authority import STORE_NAME, Authority, Pem, check_own
+from elaunch.rendezvous.security.authority import STORE_NAME, Authority, Pem
+from elaunch.rendezvous.security.issuing import check, issue
 from elaunch.rendezvous.security.secret import SECRET, SecuritySettings
 
 RENEW_S = 24 * 3600.0
@@ -138,13 +139,12 @@ class NodeIdentity:
         return ""
 
     def _write(self, now_s: float) -> None:
-        now = datetime.datetime.fromtimestamp(now_s, datetime.UTC)
         if self._settings.files.has_own:
             self._due_s = now_s + LOOK_S
             seen = self._stamps()
             if seen == self._seen:
                 return
-            pem = self._read_own(now)
+            pem = self._read_own(now_s)
             self._seen = seen
             for name in (AUTHORITY, STORE_AUTHORITY):
                 self._put(name, pem.authority)
@@ -153,16 +153,16 @@ class NodeIdentity:
             self.pem = self.store_pem = pem
             return
         if self._guards_store:
-            authority = Authority(self._settings.secret, self._job)
-            served = authority.issue(self._node, self._hosts, now)
-            self.store_pem = authority.issue(self._node, (), now)
-            self._put(STORE_AUTHORITY, authority.certificate)
+            wanted = (self._node, self._hosts), (self._node, ())
+            served, self.store_pem = issue(self._settings.secret, self._job, wanted, now_s)
+            self._put(STORE_AUTHORITY, served.authority)
             self._put(STORE, served.certificate + served.key)
             self._put(STORE_NODE, self.store_pem.certificate + self.store_pem.key)
         if self._secret:
-            authority = Authority(self._secret, self._job)
-            self.pem = authority.issue(self._node, (), now)
-            self._put(AUTHORITY, authority.certificate)
+            is_same = self.store_pem is not None and self._secret == self._settings.secret
+            self.pem = self.store_pem if is_same else issue(self._secret, self._job, [(self._node, ())], now_s)[0]
+            assert self.pem is not None
+            self._put(AUTHORITY, self.pem.authority)
             self._put(NODE, self.pem.certificate + self.pem.key)
         self._due_s = now_s + RENEW_S
 
@@ -171,10 +171,10 @@ class NodeIdentity:
         found = [os.stat(path) for path in (files.node_ca, files.node_cert, files.node_key)]
         return tuple((one.st_mtime_ns, one.st_ino) for one in found)
 
-    def _read_own(self, now: datetime.datetime) -> Pem:
+    def _read_own(self, now_s: float) -> Pem:
         files = self._settings.files
         pem = read_own(files.node_ca, files.node_cert, files.node_key)
-        check_own(pem, f"node_cert={files.node_cert}", now)
+        check(pem, f"node_cert={files.node_cert}", now_s)
         return pem
 
     def _put(self, name: str, content: bytes) -> None:
