@@ -17,6 +17,7 @@ from elaunch.errors import RequestRefused
 from elaunch.ranges import parse_range
 from elaunch.rendezvous.membership import DrainRequest, JobSize, names_text
 from elaunch.rendezvous.observer import Documents, Observer, asking, check_runs
+from elaunch.rendezvous.rules.spares import standby_nodes
 from elaunch.rendezvous.store import Store
 from elaunch.waits import Watched
 
@@ -118,12 +119,14 @@ def resize(store: Store, job: str, text: str, timeout_s: float) -> str:
         def done() -> bool:
             documents = observer.documents
             counts = documents.size is not None and documents.size.id == size.id
-            working = () if documents.generation is None else documents.generation.nodes
-            return counts and len(working) <= most and not any(doc.draining for doc in documents.nodes)
+            working, standby = _working(documents)
+            is_so = len(working) == most if standby else len(working) <= most
+            return counts and is_so and not any(doc.draining for doc in documents.nodes)
 
         if not _waited(observer, done, begin_s + timeout_s, "the job to have that many nodes"):
             counts = observer.documents.size is not None and observer.documents.size.id == size.id
-            what = f"has more than {most} nodes still" if counts else "has not taken up the request"
+            n_nodes = len(_working(observer.documents)[0])
+            what = f"has {n_nodes} nodes still" if counts else "has not taken up the request"
             raise RequestRefused(f"job {job!r} {what}, after {timeout_s:g} s; see `elaunch ctl status`")
         documents = observer.documents
     gone = [node for node in before if documents.node(node) is None]
@@ -154,14 +157,23 @@ def _rest(job: str, documents: Documents) -> str:
     """Who goes on."""
     if documents.result is not None:
         return f"job {job} has ended: {documents.result.message}"
-    generation, limits = documents.generation, documents.nnodes
-    working = [doc.node for doc in documents.nodes if generation is not None and doc.node in generation.nodes]
-    waiting = [doc.node for doc in documents.nodes if doc.node not in working]
+    (working, standby), limits = _working(documents), documents.nnodes
+    waiting = [doc.node for doc in documents.nodes if doc.node not in (*working, *standby)]
     if not documents.nodes:
         return f"nobody is left of job {job}"
     text = f"{names_text(working) or 'nobody'} {'goes' if len(working) < 2 else 'go'} on"
+    if standby:
+        text += f", {names_text(standby)} {'is' if len(standby) == 1 else 'are'} on standby"
     if waiting:
         text += f", {names_text(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
     if limits is not None and len(documents.nodes) < limits[0]:
         text += f"; with fewer than {limits[0]} nodes the job keeps its state and waits for more"
     return text
+
+
+def _working(documents: Documents) -> tuple[list[str], list[str]]:
+    """Returns the nodes of the newest generation that are here: those that work, and those on standby."""
+    generation = documents.generation
+    here = [doc.node for doc in documents.nodes if generation is not None and doc.node in generation.node_set]
+    idle = standby_nodes(generation) if generation is not None else ()
+    return [node for node in here if node not in idle], [node for node in here if node in idle]

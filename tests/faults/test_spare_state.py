@@ -143,6 +143,35 @@ def test_a_node_that_leaves_and_a_spare_that_dies_cost_no_state_either(
     assert "a, c, d have left" in ctl(spawn, etcd, "drain", "--all")
 
 
+@pytest.mark.timeout(300)
+def test_another_number_of_nodes_puts_a_spare_to_work_and_back_and_no_state_is_moved(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
+) -> None:
+    expected, samples, _ = reference(spawn, tmp_path, "--steps", "200")
+    cluster = Cluster(spawn, tmp_path, etcd, "1:2", "--steps", "200", "--gather", "3", "--sleep", "0.02")
+    for name in "ab":
+        cluster.add(name, 1, *SPARE)
+    wait_for_members(cluster.nodes, 2)
+    cluster.add("c", 1, *SPARE)
+    (standby,) = wait_for_standby(etcd, cluster.nodes, "c")
+    a = cluster.nodes[0]
+    before = [node.pids() for node in cluster.nodes]
+    numbers = [last_generation(a)["generation"]]
+    for nodes, n_working, told in (("1:3", 3, "a, b, c go on"), ("1:2", 2, "a, b go on, c is on standby")):
+        assert told in ctl(spawn, etcd, "resize", nodes)
+        wait_for(cluster.nodes, lambda many=n_working: len(working(a)) == many, 60, f"{n_working} to work")  # type: ignore[misc]
+        numbers.append(last_generation(a)["generation"])
+        wait_for_step(cluster.nodes, max(node.last_step() for node in cluster.nodes) + 5)
+        assert len(a.members()) == 3
+    assert last_generation(a)["standby"] == [standby]
+    assert [node.agent.wait(LIMIT_S) for node in cluster.nodes] == [0, 0, 0]
+    assert_same(losses(cluster.nodes), expected, 1e-9)
+    assert digests(cluster.nodes) == samples
+    assert [node.all_pids() for node in cluster.nodes] == [list(pids.values()) for pids in before]
+    entered = [event for event in a.events("transition") if event["generation"] in numbers[1:]]
+    assert [(event["interrupted"], event["bytes_moved"]) for event in entered] == [(False, 0), (False, 0)]
+
+
 @pytest.mark.parametrize("script", [TRAIN_HYBRID, ELASTIC])
 def test_jobs_of_other_kinds_say_at_the_start_what_to_leave_out(
     etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path, script: Path

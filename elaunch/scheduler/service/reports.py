@@ -62,7 +62,7 @@ def report_of(documents: Documents) -> JobReport:
         and not any(doc.summary.elastic for doc in documents.nodes),
         step=-1 if status is None else status.step,
         steps_per_s=0.0 if status is None else status.steps_per_s,
-        devices=len(generation.workers) if generation is not None and trains else 0,
+        devices=len(generation.working) if generation is not None and trains else 0,
         nnodes=documents.nnodes,
         profile=documents.profile,
         ended=result is not None,
