@@ -17,6 +17,7 @@ import pytest
 from elaunch.rendezvous.embedded import EmbeddedEtcd
 from elaunch.rendezvous.membership import WorkerState, slot_of
 from tests.faults import test_hybrid as hybrid
+from tests.faults import test_streams as streams
 from tests.faults.test_departures import ctl
 from tests.faults.test_nodes import Cluster
 from tests.faults.test_spares import documents, members_by_step
@@ -69,20 +70,21 @@ def heirs(worker: str) -> str:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("collectives", ["links", "native"])
 def test_a_spare_with_the_state_takes_the_rank_of_a_killed_node_and_no_state_is_moved(
-    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path, collectives: str
 ) -> None:
     expected, samples, _ = reference(spawn, tmp_path, "--steps", "150")
     # With such a lease the run only ends in time if the broken links, and not the lease, show that the node is gone.
     script = ("--steps", "150", "--gather", "4", "--sleep", "0.03")
     cluster = Cluster(spawn, tmp_path, etcd, "3", *script, conf="lease_ttl=300")
     for name in "abc":
-        cluster.add(name, 1, *SPARE)
+        cluster.add(name, 1, *SPARE, f"--collectives={collectives}")
     wait_for_members(cluster.nodes, 3)
     members = cluster.nodes[0].members()
     first, lost, last = sorted(cluster.nodes, key=lambda node: members.index(next(iter(node.pids()))))
     before = [node.pids() for node in (first, last)]
-    spare = cluster.add("d", 1, *SPARE)
+    spare = cluster.add("d", 1, *SPARE, f"--collectives={collectives}")
     (standby,) = wait_for_standby(etcd, cluster.nodes, "d")
     assert "this node is a spare: its workers start, register, and follow each step" in spare.agent.text()
     assert first.members() == [*members, standby], "it is the last member"
@@ -104,6 +106,7 @@ def test_a_spare_with_the_state_takes_the_rank_of_a_killed_node_and_no_state_is_
     (decided,) = [event for event in first.events("decision") if event["generation"] == change["generation"]]
     assert decided["policy"] == "stay"
     assert {one["moved_bytes"] for one in decided["candidates"] if one["policy"] == "stay"} == {0}
+    assert bool(first.events("collectives")) is (collectives == "native")
     plan = next(event["plan"] for event in first.events("decision"))
     assert decided["plan"] == plan.replace(members[1], standby), "its share of each step is that of the lost one"
 
@@ -170,6 +173,35 @@ def test_another_number_of_nodes_puts_a_spare_to_work_and_back_and_no_state_is_m
     assert [node.all_pids() for node in cluster.nodes] == [list(pids.values()) for pids in before]
     entered = [event for event in a.events("transition") if event["generation"] in numbers[1:]]
     assert [(event["interrupted"], event["bytes_moved"]) for event in entered] == [(False, 0), (False, 0)]
+
+
+@pytest.mark.timeout(300)
+def test_a_spare_with_the_state_goes_on_with_a_stream_where_the_lost_node_was(
+    etcd: EmbeddedEtcd, spawn: Spawner, tmp_path: Path
+) -> None:
+    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
+    undisturbed = streams.run(spawn, whole, "reference", ("--standalone",))
+    (hurt / "used").mkdir(parents=True)
+    cluster = Cluster(spawn, hurt, etcd, "2", conf="lease_ttl=300")
+    cluster.script = [streams.SCRIPT, "--used", str(hurt / "used"), "--gather-at=6", "--sleep=0.1"]
+    for name in "ab":
+        cluster.add(name, 1, *SPARE)
+    wait_for_step(cluster.nodes, 5)
+    cluster.add("c", 1, *SPARE)
+    (standby,) = wait_for_standby(etcd, cluster.nodes, "c")
+    a, b, c = cluster.nodes
+    kill_node(b)
+    assert [node.agent.wait(LIMIT_S) for node in (a, c)] == [0, 0]
+    change = last_generation(a)
+    assert f"{standby} takes over" in str(change["cause"])
+    found, expected = streams.used(hurt), streams.used(whole)
+    # The lost worker may have died before it wrote down what it had used of the last step that it committed.
+    steps = [event for node in cluster.nodes for event in node.events("step")]
+    last = max(event["step"] for event in steps if event["t"] < change["t"])
+    assert found.pop(last) <= expected.pop(last)
+    assert found == expected
+    assert_same(losses(cluster.nodes), losses(undisturbed), 1e-9)
+    assert digests(cluster.nodes) == digests(undisturbed)
 
 
 @pytest.mark.parametrize("script", [TRAIN_HYBRID, ELASTIC])

@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--die-at", type=int, nargs="*", default=[], help="steps in which slot 1 kills itself")
     parser.add_argument("--die-drawing", default="")
+    parser.add_argument("--sleep", type=float, default=0.0, help="seconds in each micro-batch")
     parser.add_argument("--gather-at", type=int, nargs="*", default=[], help="steps that wait for who is missing")
     args = parser.parse_args()
     streaming.MARK_STEPS = 3
@@ -186,6 +187,7 @@ def main() -> None:
                 die()
             if step.number in args.gather_at:
                 wait_until(lambda: job.size == 3 or is_changing(job), "nobody has come")
+            time.sleep(args.sleep)
             numbers = batch["number"] if isinstance(batch, dict) else batch
             if job._in_flight.n_samples:  # a worker without a part of the step computes something that does not count
                 used = used + numbers.tolist()
