@@ -43,7 +43,10 @@ TRAIN_HYBRID, ELASTIC = hybrid.SCRIPT, reentry.SCRIPT
 def wait_for_standby(
     etcd: EmbeddedEtcd, nodes: Sequence[Node], name: str, workers: int = 1, without: str = ""
 ) -> list[str]:
-    """Wait until the workers of a spare, `without` not among them, are members with the state; returns their names."""
+    """Wait until the workers of a spare, `without` not among them, are members with the state; returns their names.
+
+    A step has committed with them then: their change is over, and what they received counts to no later one.
+    """
 
     def there() -> list[str]:
         found = documents(etcd)
@@ -52,7 +55,9 @@ def wait_for_standby(
         is_there = generation is not None and set(here) == set(generation.standby) and without not in here
         return here if is_there and len(here) == workers else []
 
-    return list(wait_for(nodes, there, 90, f"{name} to be a spare that holds the state"))
+    idle = list(wait_for(nodes, there, 90, f"{name} to be a spare that holds the state"))
+    wait_for_step(nodes, max(node.last_step() for node in nodes) + 2)
+    return idle
 
 
 def last_generation(node: Node) -> dict[str, Any]:
