@@ -25,6 +25,7 @@ from typing import Any
 from elaunch.agent.launch import PARENT
 from elaunch.agent.output.outputs import RESULT
 from elaunch.errors import JobFailed, LaunchError
+from elaunch.threads import with_elaunch
 
 
 @dataclass
@@ -148,14 +149,10 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
 def _environment(config: LaunchConfig, ended: str) -> dict[str, str]:
     # What the program was started with itself must not change what it asks for.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     environment |= {PARENT: str(os.getpid()), RESULT: ended}
-    if os.path.basename(package) not in ("site-packages", "dist-packages"):  # there the agent finds it anyway
-        paths = [package, *filter(None, [environment.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
     if config.log_line_prefix_template is not None:
         environment["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = config.log_line_prefix_template
-    return environment
+    return with_elaunch(environment)
 
 
 def _write_call(folder: str, function: Callable[..., Any], args: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""How this package starts its threads: none of them dies in silence.
+"""How this package starts its threads, none of which dies in silence, and where its own processes find it.
 
     threads.start("elaunch-heartbeat", self._run, lambda error: end_process("heartbeat", error))
 
@@ -8,10 +8,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from elaunch.waits import watch
 
@@ -71,6 +73,15 @@ def telling(say: Callable[[str], None], what: str, limit_s: float | None = None)
         yield
     finally:
         over.set()
+
+
+def with_elaunch(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment in which `python -P -m elaunch...` finds the same elaunch as this process."""
+    folder = Path(__file__).absolute().parent.parent
+    if folder.name in ("site-packages", "dist-packages"):  # there it is found anyway
+        return dict(environment)
+    paths = (str(folder), environment.get("PYTHONPATH"))
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def describe(error: BaseException) -> str:

@@ -17,11 +17,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-import elaunch
 from elaunch import threads
 from elaunch.errors import ProtocolError
 from elaunch.plan.tiling import Plan
@@ -161,7 +159,7 @@ class Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=_environment(),
+            env=threads.with_elaunch(os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}),
         )
         self._threads = [
             threads.prepare(f"elaunch-ahead-{name}", target, self._died)
@@ -223,15 +221,6 @@ class Process:
             self._process.kill()
             self._process.wait()
             stdout.close()
-
-
-def _environment() -> dict[str, str]:
-    """Returns the environment in which the process finds the same elaunch and computes in one thread."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    folder = Path(elaunch.__file__).absolute().parent.parent
-    if folder.name not in ("site-packages", "dist-packages"):  # there it is found anyway
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), environment.get("PYTHONPATH")]))
-    return environment
 
 
 def _newest(queue: SimpleQueue[Any]) -> Any:

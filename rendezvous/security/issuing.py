@@ -14,10 +14,10 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from elaunch.rendezvous.security.authority import Authority, Pem, check_own
+from elaunch.threads import with_elaunch
 
 LIMIT_S = 30.0
 """How long the process may take; a few hundredths of a second are usual."""
@@ -83,14 +83,12 @@ def _issue(secret: bytes, job: str, wanted: Sequence[Wanted], now_s: float) -> l
 
 def _ask(request: dict[str, Any]) -> dict[str, Any]:
     """Asks a process; the request has a secret, so it goes where nobody else can read it."""
-    root = str(Path(sys.modules["elaunch"].__path__[0]).parent)
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, "-P", "-m", "elaunch.rendezvous.security.issuing"],
         input=json.dumps(request).encode(),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": path},
+        env=with_elaunch(os.environ),
         timeout=LIMIT_S,
         check=True,
     )
