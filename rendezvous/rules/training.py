@@ -309,10 +309,11 @@ def train(
     elif not change.survivors and not change.leaving:
         return _all_lost(view, generation, change, settings)
     hold = _too_small(change, settings)
-    placing = placed(generation.workers, change.survivors, change.joiners, generation.standby)
     news = change.lost or change.joiners or change.reset or set(change.leaving) - set(generation.leaving)
     # After a change of the number of nodes others work.
-    resized = not change.done and set(in_order(placing, settings)[1]) != set(generation.standby)
+    resized = False
+    if settings.spare_state and not change.done:
+        resized = set(_by_rank(generation, change, settings)[1]) != set(generation.standby)
     if not (news or resized) and hold == generation.hold:
         if generation.hold:
             return _held(change, view, now_s, settings)
@@ -330,8 +331,7 @@ def train(
     if given_up := escalate.why_given_up(streak, newest_checkpoint(nodes)):
         return LeaderDecision(given_up, result=Result(False, given_up))
     dated = [t for t, _ in change.causes if t > 0]
-    placing = placed(generation.workers, change.survivors, change.joiners, generation.standby)
-    workers, standby = in_order(placing, settings)
+    workers, standby = _by_rank(generation, change, settings)
     by_time = sorted(change.causes, key=lambda cause: cause[0] or inf)  # the first, and then what has no time
     if over := taken_over(generation, standby, workers):
         by_time.append((0.0, over))
@@ -355,6 +355,14 @@ def train(
         standby=standby,
     )
     return LeaderDecision(cause, generation=after)
+
+
+def _by_rank(
+    generation: Generation, change: _Change, settings: MembershipSettings
+) -> tuple[tuple[Worker, ...], tuple[str, ...]]:
+    """Returns the members after a change by rank, and those of them that are on standby."""
+    workers = placed(generation.workers, change.survivors, change.joiners, generation.standby)
+    return in_order(workers, settings)
 
 
 def _refused(generation: Generation, lost: Sequence[str], nodes: Iterable[NodeDoc]) -> tuple[str, ...]:

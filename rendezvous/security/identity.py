@@ -159,9 +159,8 @@ class NodeIdentity:
             self._put(STORE, served.certificate + served.key)
             self._put(STORE_NODE, self.store_pem.certificate + self.store_pem.key)
         if self._secret:
-            is_same = self.store_pem is not None and self._secret == self._settings.secret
-            self.pem = self.store_pem if is_same else issue(self._secret, self._job, [(self._node, ())], now_s)[0]
-            assert self.pem is not None
+            of_store = self.store_pem if self._secret == self._settings.secret else None
+            self.pem = of_store or issue(self._secret, self._job, [(self._node, ())], now_s)[0]
             self._put(AUTHORITY, self.pem.authority)
             self._put(NODE, self.pem.certificate + self.pem.key)
         self._due_s = now_s + RENEW_S

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from elaunch.agent.decisions.actions import NO_ACCOUNT, Account, Action, Ended, Say, Signal, Warm, signal_name
 from elaunch.agent.decisions.local_workers import LocalWorkers
-from elaunch.agent.decisions.node_state import Ending, NodeSettings, Standby
+from elaunch.agent.decisions.node_state import Ending, NodeSettings, Standby, going_on
 from elaunch.agent.decisions.slots import News, Slot, SlotEvent, SlotState, place_in
 from elaunch.rendezvous.membership import (
     Cut,
@@ -172,7 +172,7 @@ class Lifecycle:
                 )
             )
         elif generation.cause != "start" and generation.workers:
-            actions.append(Say(f"{generation.cause}; {self.standby.going_on(generation)}"))
+            actions.append(Say(f"{generation.cause}; {going_on(generation)}"))
         actions.extend(self._warm(self.workers.admitted))
         draining, here = self.ending.draining, self.settings.node in generation.node_set
         if draining and not generation.workers:

@@ -144,12 +144,6 @@ class Standby:
         text += "follow each step" if settings.spare_state else "wait"
         return [Log("spares", nodes), *([Say(f"{text} until a node of the job is lost or leaves")] if is_new else [])]
 
-    def going_on(self, generation: Generation) -> str:
-        """Returns how many workers go on, in words."""
-        working, idle = len(generation.working), len(generation.standby)
-        going = "1 worker goes on" if working == 1 else f"{working} workers go on"
-        return f"{going}, and {idle} of spares with {'it' if working == 1 else 'them'}" if idle else going
-
     def wait(self, settings: NodeSettings, once: bool = False) -> list[Say]:
         """Says that this node is a spare that starts no workers."""
         if self.told and once:
@@ -273,6 +267,13 @@ class PeerReports:
         if back:
             actions.append(Say(f"{names_text(back)} can be reached again from here"))
         return actions
+
+
+def going_on(generation: Generation) -> str:
+    """Returns how many workers go on, in words."""
+    working, idle = len(generation.working), len(generation.standby)
+    going = "1 worker goes on" if working == 1 else f"{working} workers go on"
+    return f"{going}, and {idle} of spares with {'it' if working == 1 else 'them'}" if idle else going
 
 
 def _kept(saved: int | None) -> str:
