@@ -19,8 +19,8 @@ from typing import Any
 from elaunch.rendezvous.security.authority import Authority, Pem, check_own
 from elaunch.threads import with_elaunch
 
-LIMIT_S = 30.0
-"""How long the process may take; a few hundredths of a second are usual."""
+LIMIT_S = 5.0
+"""How long the process may take, since the agent waits for it; a tenth of a second is usual."""
 
 Wanted = tuple[str, Collection[str]]
 """The name of a node, and the names and addresses under which it is a server, as `Authority.issue` takes them."""
