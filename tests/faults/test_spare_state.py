@@ -157,8 +157,9 @@ def test_another_number_of_nodes_puts_a_spare_to_work_and_back_and_no_state_is_m
 ) -> None:
     expected, samples, _ = reference(spawn, tmp_path, "--steps", "200")
     cluster = Cluster(spawn, tmp_path, etcd, "1:2", "--steps", "200", "--gather", "3", "--sleep", "0.02")
-    for name in "ab":
-        cluster.add(name, 1, *SPARE)
+    cluster.add("a", 1, *SPARE)
+    wait_for_step(cluster.nodes, 0)  # it is the first member, which tells of transitions
+    cluster.add("b", 1, *SPARE)
     wait_for_members(cluster.nodes, 2)
     cluster.add("c", 1, *SPARE)
     (standby,) = wait_for_standby(etcd, cluster.nodes, "c")
