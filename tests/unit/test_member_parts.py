@@ -128,9 +128,9 @@ def test_the_first_member_reports_a_step_and_the_others_may_have_to() -> None:
     ]
 
 
-def verdict(told: Sequence[int | None], committing: tuple[int, ...] = (), step: int = 6, node: str = "") -> Verdict:
+def verdict(told: Sequence[int | None], committing: tuple[int, ...] = (), step: int = 6, told_by: str = "") -> Verdict:
     members = tuple(range(len(told)))
-    return Verdict(step, committing, members, (), facts=tuple({TOLD: one and [one, node]} for one in told))
+    return Verdict(step, committing, members, (), facts=tuple({TOLD: one and [one, told_by]} for one in told))
 
 
 @pytest.mark.parametrize(
@@ -154,12 +154,12 @@ def test_a_step_that_no_member_has_reported_is_reported_by_one_that_passed_its_b
         assert not any(tells_again(verdict(told, committing), generation, one, known) for one in MEMBERS[:2])
 
 
-@pytest.mark.parametrize(("node", "teller"), [("a", None), ("", None), ("lost", 0)])
-def test_a_report_to_an_agent_that_was_lost_counts_only_where_a_log_is_known_to_have_it(
-    node: str, teller: int | None
+@pytest.mark.parametrize(("told_by", "teller"), [(MEMBERS[0], None), ("", None), ("lost/0#0", 0), ("a/0#9", 0)])
+def test_the_report_of_a_worker_that_is_gone_counts_only_where_a_log_is_known_to_have_it(
+    told_by: str, teller: int | None
 ) -> None:
     generation = Generation(3, GenerationStage.TRAIN, tuple(Worker(one, one[0], 0) for one in MEMBERS[:2]))
-    tells = [tells_again(verdict((5, 5), node=node), generation, one, (5, node)) for one in MEMBERS[:2]]
+    tells = [tells_again(verdict((5, 5), told_by=told_by), generation, one, (5, told_by)) for one in MEMBERS[:2]]
     assert tells == [place == teller for place in range(2)]
 
 
@@ -346,6 +346,15 @@ def test_steps_that_a_lost_agent_had_not_written_are_reported_by_one_of_the_othe
     clients[2].logged = said
     assert reports[2].heard() == 8
     assert reports[2].facts()[KEPT] == [8, None]
+
+
+def test_a_node_that_came_back_has_another_agent_which_may_not_have_the_lines_of_the_lost_one() -> None:
+    clients, reports = reports_of(8, known=5)
+    back = Client("a/0#3")
+    newcomer = StepReports(back)  # type: ignore[arg-type]
+    agree([newcomer, *reports[1:]], 8, (back.worker, *APART[1:]))
+    assert clients[1].steps() == [(5, True), (6, True), (7, True)]
+    assert back.steps() == clients[2].steps() == []
 
 
 def test_a_lost_step_is_reported_with_the_names_of_all_that_may_have_reported_it() -> None:

@@ -74,7 +74,8 @@ def is_planned(generation: Generation, agreed: int) -> bool:
 def last_told(verdict: Verdict, generation: Generation, known: Told | None) -> Told | None:
     """Returns who has reported the last step that has committed; None: nobody who counts, as the members vote.
 
-    A report to the agent of a lost node counts only where a log is known to have it.
+    The report of one that is no member any more counts only where a log is known to have it: its agent may be lost as
+    well, and its node have another one by now.
 
     Args:
         verdict: of the members.
@@ -83,7 +84,7 @@ def last_told(verdict: Verdict, generation: Generation, known: Told | None) -> T
     """
     last = verdict.step - 1
     for step, teller in _all_told(verdict, known):
-        if step == last and (not teller or node_of(teller) in generation.nodes):
+        if step == last and (not teller or teller in generation.ids):
             return step, teller
         if step == last + 1 and not teller:  # it has committed only on workers that died; logs have the one before, too
             return last, ""
@@ -131,7 +132,7 @@ def lost_steps(verdict: Verdict, generation: Generation) -> tuple[str, range]:
 
     Returns:
         The member that keeps most of them, and the steps that it keeps and no log is known to have; of these, it
-        reports those that a node was told of which is no longer there.
+        reports those that were told by one that is no member any more.
     """
     kept = {worker: facts[KEPT] for worker, facts in zip(generation.ids, verdict.facts, strict=True) if KEPT in facts}
     firsts = {worker: first for worker, (_, first) in kept.items() if first is not None}
@@ -277,7 +278,7 @@ class StepReports:
         self._gone = _gone(generation, _tellers(verdict, generation), _named(verdict, GONE), verdict.unsettled)
         for step in lost:
             tellers, fields = self._kept.get(step, (("",), {}))
-            if tellers[0] and node_of(tellers[0]) not in generation.nodes:
+            if tellers[0] and tellers[0] not in generation.ids:
                 self._kept[step] = ((worker, *tellers), fields)
                 if worker == mine:
                     gone = _gone(generation, tellers[:1], tellers[1:])
