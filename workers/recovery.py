@@ -286,7 +286,7 @@ class Recovery:
             raise GenerationChanged(newest.number)
         if worker not in generation.ids:
             raise Left(generation)
-        self._transport.retain(generation.ids)
+        self._transport.retain(generation.ids, generation.number)
         self._transport.introduce({worker.id: worker.address for worker in generation.workers})
         self._transport.connect(self._peers(generation), generation=generation.number, timeout_s=CONNECT_TIMEOUT_S)
         self._transition.phases["connect_s"] = time.time() - started_t

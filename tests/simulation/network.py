@@ -76,6 +76,7 @@ class End:
     lost: bool = False
     broken: str | None = None
     last_s: float = 0.0
+    shown: int = 0
 
     def hung_up(self) -> bool:
         return self.lost or self.broken is not None
@@ -258,7 +259,10 @@ class _Dialler:
             except GenerationChanged:
                 transport._failed(peer, None)
                 return
-            here, there = End(transport, peer), End(target, transport.worker)
+            here, there = (
+                End(owner, other, shown=transport._floors.heard)
+                for owner, other in ((transport, peer), (target, transport.worker))
+            )
             here.other, there.other = there, here
             target._add(there)  # type: ignore[arg-type]
             transport._add(here)  # type: ignore[arg-type]

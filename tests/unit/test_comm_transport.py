@@ -528,6 +528,24 @@ def test_a_link_that_was_reset_is_made_again() -> None:
         swap(a, b, 2, 1)
 
 
+def test_the_link_of_a_joiner_stays_on_the_way_through_a_generation_that_it_is_not_in() -> None:
+    """It has entered the next one, of which the others may not know yet, and may have begun to send there."""
+    with crew(2) as (a, b):
+        joiner = make_transport("b/0#0")
+        try:
+            joiner.hear(3)
+            joiner.prepare(addresses([a, b, joiner]))
+            wait_until(lambda: all(joiner.worker in one.peers for one in (a, b)), PATIENCE_S, "the links of the joiner")
+            a.retain([b.worker], 2)
+            swap(a, joiner, 3, 1)
+            a.retain([b.worker], 3)
+            wait_until(lambda: joiner._links[a.worker].hung_up(), PATIENCE_S, "the end of the link")
+            b.retain([a.worker])
+            wait_until(lambda: joiner._links[b.worker].hung_up(), PATIENCE_S, "the end of the other link")
+        finally:
+            joiner.close()
+
+
 def test_a_joiner_is_linked_in_the_background_while_the_others_work() -> None:
     with crew(3) as transports:
         joiner = make_transport("b/0#0")

@@ -16,7 +16,7 @@ from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.recovery import Recovery
 from tests.helpers import wait_until
-from tests.unit.comm_crew import PATIENCE_S, crew
+from tests.unit.comm_crew import PATIENCE_S, addresses, crew, make_transport
 from tests.unit.test_leaving import ME, Agent, Runtime
 
 ORDER = ["pause", "vote", "agreed", "plan", "transfer", "barrier", "resume", "joined"]
@@ -113,6 +113,24 @@ def test_links_to_those_who_are_no_members_any_more_are_closed(
     assert other.worker in transport.peers
     entered(transport, monkeypatch, [2])
     assert not transport.peers
+
+
+def test_the_link_of_one_that_joins_in_a_newer_generation_is_not_closed(
+    transports: Sequence[Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This worker may not have heard of it yet, and the other one would take that for a link that failed."""
+    transport = transports[0]
+    joiner = make_transport("b/0#0")
+    try:
+        joiner.hear(3)
+        joiner.prepare(addresses([transport, joiner]))
+        wait_until(lambda: joiner.worker in transport.peers, PATIENCE_S, "the link of the joiner")
+        entered(transport, monkeypatch, [2])
+        assert transport.peers == (joiner.worker,)
+        entered(transport, monkeypatch, [3])
+        assert not transport.peers
+    finally:
+        joiner.close()
 
 
 def test_a_new_generation_does_not_wait_for_what_a_silent_machine_may_answer(

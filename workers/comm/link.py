@@ -39,10 +39,12 @@ class Link(Connection):
         peer: whose it is.
         sock: connected.
         timeout_s: how long nothing may come on it, not even an acknowledgement, before `check` takes it for broken.
+        shown: the newest generation of which the end that dialled knew then.
     """
 
-    def __init__(self, peer: str, sock: socket.socket, timeout_s: float = inf) -> None:
+    def __init__(self, peer: str, sock: socket.socket, timeout_s: float = inf, shown: int = 0) -> None:
         super().__init__(peer, sock, timeout_s)
+        self.shown = shown
         self._outgoing = Outgoing(self)
         self._incoming = Incoming(self, self._outgoing)
 

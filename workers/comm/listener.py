@@ -63,7 +63,7 @@ class _Handshake:
 
     Attributes:
         order: that of one which this side dialled.
-        shown: the generation of whose proof this side has shown there.
+        shown: the generation of whose proof the end that dials has shown.
         is_judged: it is known whether it is encrypted.
         is_securing: encryption is agreed on just now.
     """
@@ -91,9 +91,10 @@ def _end_worker(error: BaseException) -> None:
 class Listener:
     """Listens on (`host`, a free port), and for workers of this machine on a Unix socket.
 
-    `joined(peer, socket)` is called, on the listener's thread, for each connection that passed the handshake in either
-    direction, `failed(peer, why)` for each dial that did not; without a reason where this worker has not heard of a
-    generation that the peer's links need, as `floors.peers` tells. `linked(peer)` says whether a dial is needed at all.
+    `joined(peer, socket, shown)` is called, on the listener's thread, for each connection that passed the handshake in
+    either direction, with the generation of which whoever dialled has shown a proof, `failed(peer, why)` for each dial
+    that did not; without a reason where this worker has not heard of a generation that the peer's links need, as
+    `floors.peers` tells. `linked(peer)` says whether a dial is needed at all.
     Whoever dials is told `floors.own`; `floors.peers` takes what is heard of those that are dialled, before `joined`.
     `mail(peer, socket)` gets the connections that carry messages to this worker, which are no links (`c10d.mail`).
     `died(error)` is called if the thread fails; by default that ends the process, since a worker that no peer can
@@ -106,7 +107,7 @@ class Listener:
         token: str,
         host: str,
         linked: Callable[[str], bool],
-        joined: Callable[[str, socket.socket], None],
+        joined: Callable[[str, socket.socket, int], None],
         failed: Callable[[str, str | None], None],
         died: Callable[[BaseException], None] = _end_worker,
         mail: Callable[[str, socket.socket], None] | None = None,
@@ -369,7 +370,7 @@ class Listener:
         if hello.purpose == "probe" or hello.generation < ack.settled:
             self._drop(handshake, None)
             return
-        handshake.peer = hello.worker
+        handshake.peer, handshake.shown = hello.worker, hello.generation
         self._strangers.pop(handshake, None)
         handshake.is_mail = hello.purpose == "mail"
         for crossed in own if hello.purpose == "link" else ():
@@ -398,15 +399,15 @@ class Listener:
     def _settle(self, handshake: _Handshake) -> None:
         """Hands the connection over and drops the others with this peer, which it makes obsolete."""
         self._forget(handshake)
-        takes = self._joined
-        if handshake.is_mail:
-            assert self._mail is not None
-            takes = self._mail
-        else:
+        if not handshake.is_mail:
             for other in [one for one in self._handshakes if one.peer == handshake.peer and not one.is_mail]:
                 self._drop(other, None)
         try:
-            takes(handshake.peer, handshake.socket)
+            if handshake.is_mail:
+                assert self._mail is not None
+                self._mail(handshake.peer, handshake.socket)
+            else:
+                self._joined(handshake.peer, handshake.socket, handshake.shown)
         except BaseException:
             handshake.socket.close()
             raise

@@ -189,13 +189,12 @@ class Transport:
             if not self._closing:
                 self._dial_missing(members, timeout_s)
 
-    def retain(self, workers: Collection[str]) -> None:
-        """Closes the links to everybody but `workers`. Waits until no operation runs."""
+    def retain(self, workers: Collection[str], generation: float = inf) -> None:
+        """Closes the links to everybody but `workers`, if not made for a newer generation. Waits for the operation."""
         with self._running:
             with self._changed:
-                closing = [self._links.pop(peer) for peer in list(self._links) if peer not in workers]
-                closing += self._replaced
-                self._replaced = []
+                over = [peer for peer, one in self._links.items() if peer not in workers and one.shown <= generation]
+                closing, self._replaced = [*map(self._links.pop, over), *self._replaced], []
             for link in closing:
                 link.close()
 
@@ -454,8 +453,8 @@ class Transport:
                 self._failures.pop(peer, None)
                 self._listener.dial(peer, members[peer], timeout_s)
 
-    def _joined(self, peer: str, sock: socket.socket) -> None:
-        self._add(Link(peer, sock, self._timeout_s))
+    def _joined(self, peer: str, sock: socket.socket, shown: int) -> None:
+        self._add(Link(peer, sock, self._timeout_s, shown))
 
     def _add(self, link: Link) -> None:
         with self._changed:
