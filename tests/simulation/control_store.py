@@ -51,6 +51,7 @@ class Store:
         self.holders_besides: dict[str, list[str]] = {}  # when a worker was replaced: who held the state without it
         self.generations: list[int] = [0]
         self.expired_s: dict[str, float] = {}
+        self.left_draining: set[str] = set()  # nodes that said so when they ended; the leader may not know of that yet
         self.back_s = 0.0
 
     def reaches(self, node: Node) -> bool:
@@ -92,7 +93,8 @@ class Store:
         self.forget(node)
 
     def forget(self, node: Node) -> None:
-        self.docs.pop(node.name)
+        if self.docs.pop(node.name)[0].draining:
+            self.left_draining.add(node.name)
         self.expired_s[node.name] = self.world.now_s
         self._tell_leader(node.name, None)
         if self.leader == node.name:
@@ -107,6 +109,7 @@ class Store:
         created = self.docs[doc.node][1] if known else self.revision
         self.docs[doc.node] = (self.world.through_json(doc), created)
         self.expired_s.pop(doc.node, None)
+        self.left_draining.discard(doc.node)
         self._tell_leader(doc.node, self.read(doc.node))
 
     def read(self, node: str) -> NodeDoc:
@@ -131,7 +134,7 @@ class Store:
         # It may have been lowered, and those that were told to leave may be taken back.
         there = {node_of(one) for one in (*former.ids, *former.leaving)} if former else set()
         most = max(world.settings.most_nodes, len(there))
-        draining = {name for name, (doc, _) in self.docs.items() if doc.draining}
+        draining = {name for name, (doc, _) in self.docs.items() if doc.draining} | self.left_draining
         assert len(set(generation.nodes) - draining) <= most, "more nodes than the maximum"
         # Whoever could not reach the store believes in absences a lease later only.
         back_s = max(self.back_s, world.nodes[by].view.outage_end_s or 0.0)
