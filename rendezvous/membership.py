@@ -384,6 +384,7 @@ class Generation:
         streak: the urgent generations up to this one between which no step is known to have committed.
         refused: ready workers that peers found dead, as long as their nodes may not have heard of it.
         standby: workers of spares, at the end of `workers`, whose samples do not count (`rules.spares`).
+        finished: a member has finished. All others had come to the end of the job by then, and need only end.
     """
 
     number: int
@@ -405,11 +406,7 @@ class Generation:
     streak: Streak = Streak()
     refused: tuple[str, ...] = ()
     standby: tuple[str, ...] = ()
-
-    @property
-    def logged(self) -> int:
-        """Returns the number of steps up to the last one that is known to stand in a log, as far as deaths need it."""
-        return self.streak.logged
+    finished: bool = False
 
     @property
     def plan(self) -> str:

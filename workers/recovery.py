@@ -342,6 +342,8 @@ class Recovery:
         assert self._verdict is not None
         assert self._transition is not None
         generation, group, verdict = self.generation, self._group, self._verdict
+        if generation.finished and group.rank in verdict.receivers:
+            raise GenerationChanged(generation.number + 1)  # the others end, and with the job this worker does
         t0 = time.time()
         decision = self._hooks.plan(generation, group, verdict)
         t1 = time.time()

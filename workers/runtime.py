@@ -399,8 +399,8 @@ class Member(Planned):
         Returns:
             False where it does not, or went back to a checkpoint meanwhile, and has steps to do again.
         """
-        steps = self._hooks.step
-        while not self._finished:
+        steps, at_end = self._hooks.step, False
+        while not (self._finished or (at_end and self.generation.finished)):
             self.settle()
             if self._hooks.step < steps or not is_over():
                 return False
@@ -412,12 +412,15 @@ class Member(Planned):
                 if self._complete is not None:
                     self._complete()
                 self.native.give_up()
+                at_end = True
                 self._reports.end(self.group)
-                self._finished = True
-                self._client.send(Finished())
-                heartbeat.close()
+                break
             except StepInterrupted as error:
-                self.agree(error)
+                self.agree(error)  # where another member has finished, nobody needs any state any more
+        if not self._finished:
+            self._finished = True
+            self._client.send(Finished())
+            heartbeat.close()
         return True
 
     def close(self) -> None:

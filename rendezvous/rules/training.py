@@ -353,6 +353,7 @@ def train(
         streak=replace(streak, logged=_logged(generation, nodes)),
         refused=_refused(generation, change.lost, nodes),
         standby=standby,
+        finished=generation.finished or bool(change.done),
     )
     return LeaderDecision(cause, generation=after)
 
@@ -393,7 +394,7 @@ def _master(generation: Generation, workers: Sequence[Worker], nodes: tuple[Node
 def _logged(generation: Generation, nodes: tuple[NodeDoc, ...]) -> int:
     """Returns how many steps stand in logs, as the nodes of this attempt knew when their workers ended."""
     of_attempt = [doc.progress.logged for doc in nodes if doc.progress.attempt == generation.attempt]
-    return max([generation.logged, *of_attempt])
+    return max([generation.streak.logged, *of_attempt])
 
 
 def _too_small(change: _Change, settings: MembershipSettings) -> bool:

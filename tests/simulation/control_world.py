@@ -84,7 +84,7 @@ class World:
         self.linked: set[frozenset[str]] = set()
         self.cursed: set[frozenset[str]] = set()  # pairs of slots between whose workers no link lasts
         self.parted: dict[frozenset[str], float] = {}  # since when nothing passes between two nodes
-        self.n_broken = 0  # links that broke once
+        self.n_broken = 0  # links, and native groups, that broke once
         self.were_parted = False
 
     # -- time and delays ----------------------------------------------------------------------------------------

@@ -107,6 +107,7 @@ class JobWorld(World):
         bulks = [bulk for bulk in self.workers[worker].bulks if bulk.opened and not bulk.poisoned]
         if bulks and bulks[-1].room is not None:
             self.note("FAULT:", f"the native group of {worker} breaks")
+            self.n_broken += 1  # whose link it was nobody can tell
             everywhere = self.rng.random() < 0.5
             for bulk in bulks[-1].room.bulks.values() if everywhere else bulks[-1:]:
                 bulk.break_down("network error")

@@ -339,14 +339,14 @@ class TestDeaths:
         now = train("a/0#0", "b/0#0")
         dead = node("a", None, cause="worker a/0#0 was killed by SIGKILL", logged=8)
         after = announced(ask(now, dead, node("b", MEMBER, logged=3)))
-        assert (after.ids, after.logged) == (("b/0#0",), 8)
+        assert (after.ids, after.streak.logged) == (("b/0#0",), 8)
         later = announced(ask(replace(after, number=7), node("b", MEMBER), node("c", READY)))
-        assert (later.ids, later.logged) == (("b/0#0", "c/0#0"), 8)
+        assert (later.ids, later.streak.logged) == (("b/0#0", "c/0#0"), 8)
 
     def test_logs_of_a_former_attempt_do_not_count(self) -> None:
         now = train("a/0#0", "b/0#0", attempt=1)
         docs = node("a", None, attempt=0, logged=8), node("b", MEMBER, attempt=1, logged=3)
-        assert announced(ask(now, *docs)).logged == 3
+        assert announced(ask(now, *docs)).streak.logged == 3
 
     def test_an_old_request_for_a_new_link_is_done_with(self) -> None:
         now = train("a/0#0", aborts_step_before=5)
@@ -736,6 +736,14 @@ class TestTheEnd:
         docs = node("a", DONE), node("b", MEMBER), node("c", None)
         after = announced(ask(train("a/0#0", "b/0#0", "c/0#0"), *docs))
         assert (after.ids, after.aborts_step_before, after.hold) == (("b/0#0",), 6, False)
+
+    def test_members_hear_that_one_has_finished(self) -> None:
+        """Its part of the state went with it, but nobody needs it any more."""
+        now, lost = train("a/0#0", "b/0#0", "c/0#0"), (node("b", MEMBER), node("c", None))
+        assert not announced(ask(now, node("a", MEMBER), *lost)).finished
+        after = announced(ask(now, node("a", DONE), *lost))
+        assert after.finished
+        assert announced(ask(replace(after, number=7), node("b", MEMBER, reset_generation=6))).finished
 
     def test_nobody_is_told_to_wait_for_nodes_once_some_have_finished(self) -> None:
         docs = node("a", DONE, finished=True), node("b", MEMBER)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from elaunch.errors import StateError
+from elaunch.errors import GenerationChanged, StateError
 from elaunch.plan.tiling import Plan
 from elaunch.rendezvous.membership import Generation, GenerationStage, Worker
-from elaunch.wire import AGAIN, MOST_NAMES, Logged, Message, Report
+from elaunch.wire import AGAIN, MOST_NAMES, Finished, Logged, Message, Report
 from elaunch.workers.data_parallel.layout import SampleLayout, Share
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.member.notes import Notes, pack
@@ -460,6 +460,31 @@ def test_whoever_has_reported_the_last_step_waits_at_the_end_for_its_agent_to_ha
     for rank, one in enumerate(reports):
         one.settle(Team(rank, APART, ((9).to_bytes(8, "big"),)))  # type: ignore[arg-type]
     assert [client.waited > 0 for client in clients] == [False, True, False]
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_who_has_come_to_the_end_ends_where_another_has_finished(
+    finished: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, nobody might have all of the state; but no step is left that would need it."""
+    client = Client()
+    member = Member(client, Framework(), transport=Links())  # type: ignore[arg-type]
+    settled, ends = list[int](), iter([GenerationChanged(3), None])
+
+    def end(group: Any) -> None:
+        if (error := next(ends)) is not None:
+            raise error
+
+    generation = Generation(3, GenerationStage.TRAIN, finished=finished)
+    for name, value in (("group", Team(0)), ("generation", generation)):
+        monkeypatch.setattr(Member, name, value)
+    monkeypatch.setattr(member, "settle", lambda: settled.append(3))
+    monkeypatch.setattr(member, "agree", lambda error: None)
+    monkeypatch.setattr(member._reports, "end", end)
+    assert member.finish()
+    assert client.sent == [Finished()]
+    assert len(settled) == (1 if finished else 2)
+    member.close()
 
 
 def test_shares_tile_a_step_and_their_digests_add_up() -> None:

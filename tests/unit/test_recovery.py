@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -236,6 +237,33 @@ def test_those_that_may_have_settled_the_step_while_this_worker_was_interrupted_
 
 class EnoughSeenError(Exception):
     """Ends a test."""
+
+
+@pytest.mark.parametrize(("finished", "entered"), [(False, [2]), (True, [])])
+def test_one_that_has_no_state_yet_gets_none_once_another_has_finished(
+    finished: bool, entered: list[int], transports: Sequence[Transport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of it may be gone with that one, and the others end."""
+    hooks, agent = Runtime(), Agent()
+    monkeypatch.setattr(hooks, "vote", lambda: Vote(3, False, False))
+
+    class Watched(Group):
+        """A group in which another member votes as well, which has the state."""
+
+        def gather_on_entry(self, value: Any) -> list[Any]:
+            return [*super().gather_on_entry(value), {**value, "holds": True}]
+
+    def enough() -> None:
+        raise EnoughSeenError
+
+    monkeypatch.setattr(recovery, "Group", Watched)
+    agent.when_waited = enough
+    membership = Recovery(agent, transports[0], hooks)  # type: ignore[arg-type]
+    here = (Worker(ME, "a", 0, transports[0].address),)
+    agent.tells(Generation(2, GenerationStage.TRAIN, here, aborts_step_before=2, begun=True, finished=finished))
+    with pytest.raises(EnoughSeenError) if finished else nullcontext():
+        membership.settle()
+    assert hooks.entered == entered
 
 
 @pytest.mark.parametrize("breaks", [False, True])

@@ -244,7 +244,7 @@ class StepReports:
 
         Args:
             steps: so many have committed.
-            logged: so many are known to be in the log of a node (`Generation.logged`): maybe one more, which has
+            logged: so many are known to be in the log of a node (`Streak.logged`): maybe one more, which has
                 committed only on workers that died, and is done again as it was; or one less, where the members have
                 made the last one count in this agreement. Otherwise, and as long as it is no more than it could be
                 then, it is of steps before the job went back to a checkpoint.

@@ -95,7 +95,7 @@ class RuntimeHooks:
         self.entered = False
         self._reports.inherit(verdict)
         planned, self._agreed = is_planned(generation, self._agreed), generation.number
-        self._reports.learn(verdict.step, generation.logged, planned, self._first)
+        self._reports.learn(verdict.step, generation.streak.logged, planned, self._first)
         self._reports.agree(verdict, generation)
 
     def plan(self, generation: Generation, group: Group, verdict: Verdict) -> dict[str, Any]:
