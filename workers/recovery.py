@@ -72,6 +72,12 @@ def agree(votes: Sequence[Vote], begun: bool) -> Verdict:
     return Verdict(step, behind, tuple(holders), receivers, facts=facts, saved=saved)
 
 
+def _links_failed(generation: Generation, worker: str) -> set[str]:
+    """Returns the peers to which the links of a worker failed, as either end has told: the other may not notice it."""
+    ends = [{link.worker, link.peer} for link in generation.streak.broken]
+    return set[str]().union(*(both - {worker} for both in ends if worker in both))
+
+
 class Left(ElaunchError):
     """This worker is no member any more: its node drains, or its peers gave it up."""
 
@@ -194,6 +200,7 @@ class Recovery:
     def _peers(self, generation: Generation) -> dict[str, str]:
         """Addresses of those to whom links are made before the votes, and its own, in the generation's order."""
         near = {self._client.worker, *neighbours(generation.ids, self._client.worker)}
+        near |= _links_failed(generation, self._client.worker)
         near.update(self._transport.hung_up(generation.ids))  # before anything of this generation goes
         return {worker.id: worker.address for worker in generation.workers if worker.id in near}
 
@@ -287,6 +294,8 @@ class Recovery:
         if worker not in generation.ids:
             raise Left(generation)
         self._transport.retain(generation.ids, generation.number)
+        kept = set(generation.ids) - _links_failed(generation, worker)
+        self._transport.retain(kept, generation.aborts_step_before - 1)
         self._transport.introduce({worker.id: worker.address for worker in generation.workers})
         self._transport.connect(self._peers(generation), generation=generation.number, timeout_s=CONNECT_TIMEOUT_S)
         self._transition.phases["connect_s"] = time.time() - started_t

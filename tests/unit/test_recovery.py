@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from elaunch.errors import GenerationChanged, LinkLost
-from elaunch.rendezvous.membership import Generation, GenerationStage, Worker
+from elaunch.rendezvous.membership import BrokenLink, Generation, GenerationStage, Streak, Worker
 from elaunch.wire import Joined
 from elaunch.workers import recovery
 from elaunch.workers.comm.group import Group
@@ -17,7 +17,7 @@ from elaunch.workers.comm.transport import Transport
 from elaunch.workers.hooks import Verdict, Vote
 from elaunch.workers.recovery import Recovery
 from tests.helpers import wait_until
-from tests.unit.comm_crew import PATIENCE_S, addresses, crew, make_transport
+from tests.unit.comm_crew import PATIENCE_S, addresses, connect_all, crew, make_transport
 from tests.unit.test_leaving import ME, Agent, Runtime
 
 ORDER = ["pause", "vote", "agreed", "plan", "transfer", "barrier", "resume", "joined"]
@@ -266,14 +266,23 @@ def test_one_that_has_no_state_yet_gets_none_once_another_has_finished(
     assert hooks.entered == entered
 
 
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize(
+    ("breaks", "is_told", "made_in"), [(False, False, 1), (True, False, 1), (False, True, 1), (False, True, 2)]
+)
 def test_a_link_that_broke_is_made_anew_before_the_votes_although_no_collective_needs_it(
-    breaks: bool, transports: Sequence[Transport], monkeypatch: pytest.MonkeyPatch
+    breaks: bool, is_told: bool, made_in: int, transports: Sequence[Transport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later nobody would know whether its peer had sent something of this generation over the old one."""
+    """Later nobody would know whether its peer had sent something of this generation over the old one.
+
+    It may seem to work here, where only the other end has noticed that it broke, and told so.
+    """
     transport, other = transports
     workers = tuple(Worker(one.worker, "a", rank, one.address) for rank, one in enumerate(transports))
     agent, made = Agent(), list[str]()
+    if made_in == 2:
+        for one in transports:
+            one.retain(())
+        connect_all(transports, generation=2)
     if breaks:
         other.retain(())
         wait_until(lambda: transport.hung_up([other.worker]) != (), PATIENCE_S, "the link breaks")
@@ -285,7 +294,10 @@ def test_a_link_that_broke_is_made_anew_before_the_votes_although_no_collective_
     monkeypatch.setattr(recovery, "neighbours", lambda members, me: ())
     monkeypatch.setattr(transport, "connect", connect)
     membership = Recovery(agent, transport, Runtime())  # type: ignore[arg-type]
-    agent.tells(Generation(2, GenerationStage.TRAIN, workers, aborts_step_before=2, begun=True))
+    streak = Streak(broken=(BrokenLink(other.worker, ME),) if is_told else ())
+    agent.tells(Generation(2, GenerationStage.TRAIN, workers, aborts_step_before=2, begun=True, streak=streak))
     with pytest.raises(EnoughSeenError):
         membership.agree()
-    assert made == [ME, *[other.worker] * breaks]
+    assert made == [ME, *[other.worker] * (breaks or is_told)]
+    assert transport.hung_up([other.worker]) == (other.worker,) * breaks
+    assert (transport.peers == ()) is (is_told and made_in < 2)
