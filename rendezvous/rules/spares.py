@@ -30,8 +30,8 @@ class HeldSpares:
 def held(view: View, settings: MembershipSettings) -> tuple[str, ...]:
     """Returns the nodes without a member that are to hold workers ready: first those that do, then by their order.
 
-    Nodes on which all workers have failed or finished come last, so that they keep no other node from being a spare.
-    None before the job trains: only then is it known that its script uses elaunch.
+    Nodes on which all workers have failed come last, so that they keep no other node from being a spare; those that
+    have finished are none. Nor is any before the job trains: only then is it known that its script uses elaunch.
 
     Args:
         view: the documents.
@@ -40,17 +40,15 @@ def held(view: View, settings: MembershipSettings) -> tuple[str, ...]:
     generation = view.generation
     if not settings.spares or generation is None or generation.stage is not GenerationStage.TRAIN:
         return ()
-    others = [
-        doc for doc in view.nodes if doc.node not in generation.nodes and not doc.draining and not doc.departure.sick
-    ]
-    others.sort(key=lambda doc: (not doc.workers, _is_over(doc), doc.rank, doc.order, doc.node))
+    others = [doc for doc in view.nodes if doc.node not in generation.nodes and _can_join(doc)]
+    others.sort(key=lambda doc: (not doc.workers, bool(doc.summary.failed), doc.rank, doc.order, doc.node))
     room = max(0, settings.max_nodes - len(generation.nodes))  # these join as soon as they can
     wanted = max(0, settings.spares - len(standby_nodes(generation)))
     return tuple(doc.node for doc in others[room : room + wanted])
 
 
-def _is_over(doc: NodeDoc) -> bool:
-    return bool(doc.summary.failed) or doc.summary.finished
+def _can_join(doc: NodeDoc) -> bool:
+    return not (doc.draining or doc.departure.sick or doc.summary.finished)
 
 
 def all_spares(view: View, settings: MembershipSettings) -> tuple[str, ...]:

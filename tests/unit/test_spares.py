@@ -53,10 +53,14 @@ class TestWhoIsHeld:
     def test_who_leaves_or_is_sick_is_not_held(self) -> None:
         assert spares(THREE, A, B, C, node("d", draining=True), node("e", sick="GPU"), node("f")) == ("f",)
 
-    def test_a_node_whose_workers_all_failed_or_finished_keeps_no_other_from_being_a_spare(self) -> None:
-        broken = node("d", failed="worker d/0#2 died"), node("e", finished=True)
-        assert spares(THREE, A, B, C, *broken, node("f")) == ("f",)
-        assert spares(THREE, A, B, C, *broken) == ("d",), "workers that failed as they started are tried once more"
+    def test_a_node_whose_workers_all_failed_keeps_no_other_from_being_a_spare(self) -> None:
+        broken = node("d", failed="worker d/0#2 died")
+        assert spares(THREE, A, B, C, broken, node("f")) == ("f",)
+        assert spares(THREE, A, B, C, broken) == ("d",), "workers that failed as they started are tried once more"
+
+    def test_a_node_that_has_finished_is_no_spare(self) -> None:
+        """It had a place, which it lost as others still needed a generation without it."""
+        assert spares(THREE, A, B, C, node("d", finished=True)) == ()
 
     def test_who_has_a_place_in_the_job_is_no_spare(self) -> None:
         two = train("a/0#0", "b/0#0")
