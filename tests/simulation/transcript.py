@@ -257,5 +257,8 @@ def plural(text: str, count: int) -> str:
     for one, many in (("is", "are"), ("has", "have")):
         if verb == one:
             return f"{many}{mark}{space}{rest}"
-    verb = verb.removesuffix("es") if verb.endswith("shes") else verb.removesuffix("s")
+    if verb.endswith("ies"):
+        verb = f"{verb.removesuffix('ies')}y"
+    else:
+        verb = verb.removesuffix("es" if verb.endswith(("shes", "oes")) else "s")
     return f"{verb}{mark}{space}{rest}"
