@@ -191,8 +191,7 @@ class Session:
         if self._entrant.founds and not self.joined and (entry := self.get("moved")) is not None:
             raise StoreMoved(read_text(entry.value))
         self.enter_job()
-        if self._entrant.founds:
-            self._bring_generation()
+        self._bring_generation()
         self._keep_or_drop_lease()
         if not self._is_present:
             self._claim_name()

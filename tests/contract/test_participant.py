@@ -818,6 +818,26 @@ class TestOutages:
         assert a.config is not None
         assert written.token == a.config.token, "nodes that join now can link with the others"
 
+    def test_a_store_that_has_lost_its_last_writes_gets_the_generation_back(self) -> None:
+        """Such as an etcd of one member before 3.5.5 that was killed: what is left there is the generation before."""
+        site = MemorySite()
+        job = Job(site, PATIENT)
+        try:
+            a, b, c = nodes = job.three()
+            site.go_away()
+            for node in nodes:
+                wait_until(lambda node=node: node.outages, LIMIT_S, "all to notice")  # type: ignore[misc]
+            site._root.put("/elaunch/job/generation", to_json(a.generations[0]), None)
+            site.come_back()
+            for node in nodes:
+                wait_until(lambda node=node: node.returns, LIMIT_S, "all to be back")  # type: ignore[misc]
+            b.says()
+            for node in nodes:
+                assert node.hears(ids("a/0#0", "c/0#0")).number == 3
+            assert [one.number for one in c.generations] == [1, 2, 3]
+        finally:
+            job.stop()
+
     def test_a_node_that_is_there_before_the_others_are_back_takes_over_their_token(self) -> None:
         """As that of a machine whose agent starts an etcd anew: its settings are the first, and of no use."""
         site = MemorySite()
