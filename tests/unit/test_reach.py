@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 import time
 
 import pytest
@@ -71,6 +72,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_machine_that_can_be_reached_again_answers_in_the_same_round() -> None:
+    """What was lost while it could not be reached would be sent again after a second."""
+
+    def is_heard() -> bool:
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.create_connection(full.getsockname()):
+            room = threading.Timer(0.3, lambda: full.accept()[0].close())
+            room.start()
+            found = unanswered({"a": f"127.0.0.1:{full.getsockname()[1]}"}, 0.95)
+            room.join()
+        return found == set()
+
+    assert any(is_heard() for _ in range(10)), "on a busy machine a round may be over before it is"
+
+
 def test_all_are_asked_once_and_then_those_that_did_not_answer_until_they_do() -> None:
     others = Asked()
     others.silent = {"b"}

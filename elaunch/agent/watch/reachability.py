@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from typing import Any
 
 from elaunch import threads
 from elaunch.rendezvous.membership import Cut, split_address
@@ -16,11 +17,16 @@ from elaunch.rendezvous.membership import Cut, split_address
 ANSWER_S = 1.0
 """How long a machine may take to answer."""
 
-AT_ONCE = 200
-"""So many are asked at a time: each takes a file descriptor."""
+DIAL_S = 0.25
+"""How long after the first one it is asked once more, and again: a network that has come back is noticed so soon."""
+
+AT_ONCE = 100
+"""So many are asked at a time: each takes two file descriptors."""
 
 AGAIN_S = 1.0
 """From one round of asking those that did not answer to the next."""
+
+_ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 
 END_S = 2 * ANSWER_S
 """How long the end waits for a round; one that asks a name server may take longer, and is left."""
@@ -167,27 +173,48 @@ def unanswered(addresses: Mapping[str, str], timeout_s: float = ANSWER_S) -> set
 
 
 def _unanswered(addresses: Mapping[str, str], timeout_s: float) -> set[str]:
-    silent = set(addresses)
+    """Asks anew every `DIAL_S`: what was lost in the network is sent again after a second only, when all is over."""
+    silent, begin_s, turns, is_over = set(addresses), time.monotonic(), 0, False
+    targets = {name: found for name, address in addresses.items() if (found := _target(address)) is not None}
+    poll, dials = select.poll(), dict[int, tuple[str, socket.socket, bool]]()
     with ExitStack() as stack:
-        poll, left = select.poll(), dict[int, tuple[str, socket.socket]]()
-        for name, address in addresses.items():
-            host, port = split_address(address)
-            sock = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
-            sock.setblocking(False)
-            try:
-                error = sock.connect_ex((host, port))
-            except (OSError, UnicodeError):  # its name is not known any more, or is none
-                continue
-            if error in (0, errno.ECONNREFUSED):
-                silent.discard(name)
-            elif error == errno.EINPROGRESS:
-                left[sock.fileno()] = name, sock
-                poll.register(sock, select.POLLOUT)
-        end_s = time.monotonic() + timeout_s
-        while left and (left_s := end_s - time.monotonic()) > 0:
-            for descriptor, _ in poll.poll(left_s * 1000):
-                name, sock = left.pop(descriptor)
-                poll.unregister(descriptor)
-                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ECONNREFUSED, errno.ECONNRESET):
+
+        def drop(descriptor: int) -> None:
+            poll.unregister(descriptor)
+            dials.pop(descriptor)[1].close()
+
+        while not is_over and not silent.isdisjoint(targets):
+            passed_s = time.monotonic() - begin_s
+            is_over = passed_s >= timeout_s  # what has come meanwhile still counts
+            if not is_over and passed_s >= turns * DIAL_S:
+                for descriptor in [one for one, (_, _, is_first) in dials.items() if not is_first]:
+                    drop(descriptor)
+                for name in silent & targets.keys():
+                    family, where = targets[name]
+                    sock = stack.enter_context(socket.socket(family))
+                    sock.setblocking(False)
+                    error = sock.connect_ex(where)
+                    if error in _ANSWERS:
+                        silent.discard(name)
+                    elif error == errno.EINPROGRESS:
+                        dials[sock.fileno()] = name, sock, turns == 0
+                        poll.register(sock, select.POLLOUT)
+                turns = int(passed_s / DIAL_S) + 1
+            wait_s = min(turns * DIAL_S, timeout_s) - passed_s
+            for descriptor, _ in poll.poll(max(0.0, wait_s) * 1000):
+                name, sock, _ = dials[descriptor]
+                if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ANSWERS:
                     silent.discard(name)
+                drop(descriptor)
     return silent
+
+
+def _target(address: str) -> tuple[int, Any] | None:
+    """Returns the family and the address of a socket; None where the host's name is none, or not known any more."""
+    host, port = split_address(address)
+    try:
+        # As bytes, since for a str Python loads tables of Unicode, a megabyte.
+        found = socket.getaddrinfo(host.encode() if host.isascii() else host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return None
+    return found[0][0], found[0][4]
