@@ -14,8 +14,11 @@ PORT = 29400
 DIAL_S = 0.2
 READY_S = 30.0
 
-SERVES = re.compile(rb"this node serves (another one|the rendezvous store, too,) at ([\d.]+:\d+)")
-"""What an agent says when it hosts the store: one that it has founded, or with others."""
+MOVES = re.compile(
+    rb"this node (serves another one|serves the rendezvous store, too,|goes over to the rendezvous store) "
+    rb"at ([\d.]+:\d+)"
+)
+"""What an agent says when it hosts the store, one that it has founded, or with others, and where it finds another."""
 
 
 class StoreUnderTest(Protocol):
@@ -101,10 +104,11 @@ class StoreOnNodes:
         return None
 
     def note(self, host: str, text: bytes) -> None:
-        for how, address in SERVES.findall(text):
-            self._at[host] = address.decode()
-            if how == b"another one":
-                self._newest = self._at[host]
+        for how, address in MOVES.findall(text):
+            if how.startswith(b"serves"):
+                self._at[host] = address.decode()
+            if not how.endswith(b"too,"):  # one that was founded, or, where others have not come there, the one before
+                self._newest = address.decode()
 
     def start_again(self) -> None:
         pass

@@ -228,6 +228,9 @@ def test_a_node_that_comes_later_is_told_where_the_store_is_by_then() -> None:
     for store in (one, three):
         store.note("c", b"...; this node serves another one at 10.0.0.4:29401: other nodes that come from now on\n")
     assert one.endpoint == "10.0.0.4:29401"
+    for store in (one, three):  # the others have not come there
+        store.note("c", b"[elaunch c] this node goes over to the rendezvous store at 10.0.0.2:29400\n")
+    assert one.endpoint == "10.0.0.2:29400"
     assert three.endpoint == "10.0.0.2:29400,10.0.0.3:31000,10.0.0.4:29401"
 
 
