@@ -256,6 +256,7 @@ class Leader:
         """Leads if nobody else may be leading, and applies the rule if there are news or it is time to."""
         if self._session.leadership.is_due:
             self._session.leadership.is_due = False
+            self._session.lease.due_s = self._clock()  # what has ended the leader's lease may have ended this node's
             self._campaign()
         if self.leads and (self._clock() >= self._wake_s or (has_news and not self._is_decided())):
             self.lead()

@@ -95,7 +95,6 @@ class Replica:
         absent: liveness addresses of agents that this store has lost, and misses.
         moved: where the job has its store by now, as another one of the same job has told this one; empty: here.
         entered: whether this node has been in the store to which it went over last.
-        leader: the name that stands in the leader's key, as this node heard last; None where it is none.
         intake: which documents are damaged.
         in_job: once it is set, nothing that stands in the store, or does not, ends this node.
         end_told: whether the listener knows the job's result.
@@ -111,7 +110,7 @@ class Replica:
         self.absent: frozenset[str] = frozenset()
         self.moved = ""
         self.entered = False
-        self.leader: str | None = None
+        self._leaders: tuple[str | None, str | None] = (None, None)  # this one, and the last whose key went
         self.intake = Intake(self.prefix)
         self.in_job = False
         self.end_told = False
@@ -122,6 +121,11 @@ class Replica:
         self._former: dict[str, NodeDoc] = {}  # the reports that were known before all are read anew
         self._has_generation = True
         self._told_generation = 0
+
+    @property
+    def leader(self) -> str | None:
+        """Returns the name that stands in the leader's key, as this node heard last; None where it is none."""
+        return self._leaders[0]
 
     @property
     def generation_revision(self) -> int:
@@ -310,6 +314,10 @@ class Replica:
                 return duty
             self.nodes[node] = doc
             self.accept(name)
+            if node == self._leaders[1]:
+                # Its lease ended though it lives, and so may others: etcd issue 15247, of a server that stood still.
+                self._leaders = self.leader, None
+                self.doubt_absences()
             generation = self.view.generation
             current = generation is None or doc.progress.attempt == generation.attempt
             if current and any(worker.state is WorkerState.MEMBER for worker in doc.workers):
@@ -459,9 +467,9 @@ class Replica:
             return None
         if event.value is None:
             self.accept("leader")
-            self.leader = None
+            self._leaders = None, self.leader
             return Duty.LEADER_DELETED
-        self.leader = self.read("leader", event.revision, read_name, event.value)
+        self._leaders = self.read("leader", event.revision, read_name, event.value), self._leaders[1]
         return Duty.LEADER_WRITTEN
 
 

@@ -818,6 +818,25 @@ class TestOutages:
         assert a.config is not None
         assert written.token == a.config.token, "nodes that join now can link with the others"
 
+    def test_nobody_is_lost_where_the_store_ends_leases_of_the_living(self) -> None:
+        """As an etcd before 3.5.11 does whose leading server has stood still (issue 15247), here those of a and c."""
+        job = Job(MemorySite(), replace(PATIENT, lease_s=6 * LIMIT_S, window_s=1.0))
+        try:
+            a, b, c = job.three()
+            c.participant._leader._campaign = lambda: None  # type: ignore[method-assign]  # it comes too late for that
+            for node in (c, a):
+                lease = node.participant._session.lease.id
+                assert lease is not None
+                job.admin.revoke(lease)
+            for node in (a, c):  # neither waits until it is to renew its lease
+                wait_until(lambda node=node: node.absences, LIMIT_S, f"{node.name} to notice")  # type: ignore[misc]
+                wait_until(lambda node=node: job.read(f"nodes/{node.name}"), LIMIT_S, f"{node.name} to be back")  # type: ignore[misc]
+            c.says()
+            for node in (a, b, c):
+                assert node.hears(ids("a/0#0", "b/0#0")).number == 3
+        finally:
+            job.stop()
+
     def test_a_store_that_has_lost_its_last_writes_gets_the_generation_back(self) -> None:
         """Such as an etcd of one member before 3.5.5 that was killed: what is left there is the generation before."""
         site = MemorySite()

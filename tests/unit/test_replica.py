@@ -114,6 +114,23 @@ def test_a_node_that_has_not_joined_owes_nothing_for_its_own_report(node: Node) 
     assert node.takes("nodes/a", NodeDoc("a", "host-a", 1)) is None
 
 
+@pytest.mark.parametrize(("deposed", "doubted_s"), [("b", 7.0), ("c", None)])
+def test_a_leader_that_comes_back_shows_that_leases_of_the_living_have_ended(
+    node: Node, deposed: str, doubted_s: float | None
+) -> None:
+    node.takes("nodes/b", MEMBER)
+    node.takes("leader", deposed.encode())
+    node.takes("leader", None)
+    node.takes("nodes/b", None)
+    assert node.replica.view.outage_end_s is None
+    node.now_s = 7.0
+    node.takes("nodes/b", MEMBER)
+    assert node.replica.view.outage_end_s == doubted_s
+    node.now_s = 8.0
+    node.takes("nodes/b", MEMBER)
+    assert node.replica.view.outage_end_s == doubted_s, "once"
+
+
 def test_the_leader_is_known_by_name_unless_its_key_is_damaged_or_gone(node: Node) -> None:
     known = []
     for value in (b"b", b"a b", b"b", None):
