@@ -6,6 +6,7 @@ import queue
 import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reachability, "AGAIN_S", 0.01)
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_machine_that_can_be_reached_again_answers_in_the_same_round() -> None:
     """What was lost while it could not be reached would be sent again after a second."""
 
@@ -86,6 +86,19 @@ def test_a_machine_that_can_be_reached_again_answers_in_the_same_round() -> None
     assert any(is_heard() for _ in range(10)), "on a busy machine a round may be over before it is"
 
 
+def test_a_name_server_that_takes_its_time_takes_none_of_the_machine_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = reachability._target
+
+    def slowly(address: str) -> tuple[int, Any] | None:
+        time.sleep(0.1)
+        return resolve(address)
+
+    monkeypatch.setattr(reachability, "_target", slowly)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        assert unanswered({"a": f"127.0.0.1:{listening.getsockname()[1]}"}, 0.05) == set()
+
+
+@pytest.mark.usefixtures("quick")
 def test_all_are_asked_once_and_then_those_that_did_not_answer_until_they_do() -> None:
     others = Asked()
     others.silent = {"b"}

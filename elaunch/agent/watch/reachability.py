@@ -174,8 +174,8 @@ def unanswered(addresses: Mapping[str, str], timeout_s: float = ANSWER_S) -> set
 
 def _unanswered(addresses: Mapping[str, str], timeout_s: float) -> set[str]:
     """Asks anew every `DIAL_S`: what was lost in the network is sent again after a second only, when all is over."""
-    silent, begin_s, turns, is_over = set(addresses), time.monotonic(), 0, False
     targets = {name: found for name, address in addresses.items() if (found := _target(address)) is not None}
+    silent, begin_s, turns, is_over = set(addresses), time.monotonic(), 0, False
     poll, dials = select.poll(), dict[int, tuple[str, socket.socket, bool]]()
     with ExitStack() as stack:
 
@@ -185,7 +185,7 @@ def _unanswered(addresses: Mapping[str, str], timeout_s: float) -> set[str]:
 
         while not is_over and not silent.isdisjoint(targets):
             passed_s = time.monotonic() - begin_s
-            is_over = passed_s >= timeout_s  # what has come meanwhile still counts
+            is_over = turns > 0 and passed_s >= timeout_s  # what has come meanwhile still counts
             if not is_over and passed_s >= turns * DIAL_S:
                 for descriptor in [one for one, (_, _, is_first) in dials.items() if not is_first]:
                     drop(descriptor)
